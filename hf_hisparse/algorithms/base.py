@@ -1,0 +1,220 @@
+"""What the coordinator asks of a selection method, and what the methods that score keys share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Representations:
+    """Named tensors `[rows, entries, ...]` on the device that grow along their second dimension."""
+
+    def __init__(self):
+        self.tensors: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def reserve(self, like: dict[str, Tensor], entries: int) -> None:
+        """Makes room for `entries` entries shaped as in `like`, keeping what is there."""
+        for name, value in like.items():
+            held = self.tensors.get(name)
+            size = 0 if held is None else held.shape[1]
+            if entries > size:
+                grown = value.new_zeros(value.shape[0], max(entries, size + size // 4), *value.shape[2:])
+                if held is not None:
+                    grown[:, :size] = held
+                self.tensors[name] = grown
+
+    def write(self, values: dict[str, Tensor], first: int) -> None:
+        """Writes `[rows, n, ...]` values to entries `first` on, growing as needed."""
+        count = next(iter(values.values())).shape[1]
+        self.reserve(values, first + count)
+        for name, value in values.items():
+            self.tensors[name][:, first : first + count] = value
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keeps the rows at `index`, which may repeat."""
+        self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+
+
+class SparseAlgorithm(ABC):
+    """The representation of one layer's history, always on the device, and the selection made from it.
+
+    It deals in item ids and knows nothing of slots, hosts or kernels.
+    """
+
+    def __init__(self):
+        self.representations = Representations()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of representation on the device."""
+        return self.representations.nbytes
+
+    @abstractmethod
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+        """(Re)builds the representation of tokens from `start` on, after a prefill.
+
+        Args:
+            keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`; `start` begins an item.
+            start: Index of the first of them.
+            starts: `[rows]` int64, the first token of each row that is not padding.
+        """
+
+    @abstractmethod
+    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+        """Adds one new token a row.
+
+        Args:
+            key: `[rows, width]`.
+            position: `[rows]` int64, its index in the history.
+            tokens: The length of the longest history once it is added, so that room can be made.
+        """
+
+    def forget(self) -> None:
+        """The history is dense again, or was moved: it will be constructed anew."""
+        self.representations = Representations()
+
+    def truncate(self, tokens: int) -> None:
+        """The history was cut to `tokens` tokens."""
+
+    def select_batch(self, index: Tensor) -> None:
+        """Only the batch elements at `index`, which may repeat, are kept; the history will be constructed anew."""
+
+
+class KeyScoring(SparseAlgorithm):
+    """Scores the history's keys against a query and selects the best items.
+
+    A method is three things: what it keeps of a few tokens' keys (`represent`), how a new token changes that (`merge`,
+    only where an entry covers several tokens), and how a query scores it (`score`). Everything else is here.
+
+    Args:
+        page_size: Tokens an item.
+        sink_tokens: Tokens at the start of a sequence that are always attended to (StreamingLLM, arXiv 2309.17453).
+        recent_tokens: Newest tokens that are always attended to. At least the item being filled is.
+    """
+
+    page_size: int = 1
+    """The default number of tokens an item."""
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+
+    def __init__(self, page_size: int | None = None, sink_tokens: int | None = None, recent_tokens: int | None = None):
+        self.page_size = type(self).page_size if page_size is None else page_size
+        self.sink_tokens = type(self).sink_tokens if sink_tokens is None else sink_tokens
+        self.recent_tokens = type(self).recent_tokens if recent_tokens is None else recent_tokens
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(page_size={self.page_size})"
+
+    @property
+    def granularity(self) -> int:
+        """Tokens that one entry of the representation stands for: the page, or a divisor of it."""
+        return self.page_size
+
+    @property
+    def kept_items(self) -> int:
+        """The most items that are always kept: the sink and the newest, wherever they lie within their pages."""
+        sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
+        return (sink + self.page_size - 2) // self.page_size + (recent + self.page_size - 2) // self.page_size + 2
+
+    @abstractmethod
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        """Represents keys `[rows, n, granularity, width]` as entries `[rows, n, ...]`.
+
+        `valid` `[rows, n, granularity]` bool is False for padding, which must leave no trace.
+        """
+
+    def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The entry `[rows, 1, ...]` of the tokens of both. Needed only where `granularity > 1`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+        """Scores `[rows, items]` float32, the larger the more worth attending to.
+
+        Args:
+            query: `[rows, group, width]`, the query heads that share a row's KV head.
+            items: How many items the history has.
+            scale: The softmax scale of the attention.
+            valid: `[rows, items * page_size]` bool, the tokens that can be attended to.
+        """
+
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+        rows, tokens, width = keys.shape
+        size = self.granularity
+        entries = -(-tokens // size)
+        position = start + torch.arange(entries * size, device=keys.device)
+        valid = (position >= starts.unsqueeze(1)) & (position < start + tokens)
+        padded = keys.new_zeros(rows, entries * size, width)
+        padded[:, :tokens] = keys
+        entry = self.represent(padded.view(rows, entries, size, width), valid.view(rows, entries, size))
+        self.representations.write(entry, start // size)
+
+    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+        rows = torch.arange(len(key), device=key.device)
+        size = self.granularity
+        entry = position // size
+        valid = torch.ones(len(key), 1, 1, dtype=torch.bool, device=key.device)
+        new = self.represent(key[:, None, None], valid)
+        self.representations.reserve(new, -(-tokens // size))
+        if size > 1:
+            old = {name: tensor[rows, entry].unsqueeze(1) for name, tensor in self.representations.tensors.items()}
+            merged = self.merge(old, new)
+            opens = position % size == 0
+            new = {
+                name: torch.where(opens.view(-1, *[1] * (value.ndim - 1)), value, merged[name])
+                for name, value in new.items()
+            }
+        for name, value in new.items():
+            self.representations[name][rows, entry] = value.squeeze(1)
+
+    def retrieve_topk(
+        self, query: Tensor, k: int, items: int, scale: float, starts: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Selects `k` items a row: the sink, the newest, then the best scored.
+
+        Args:
+            query: `[rows, group, width]`.
+            k: Items to select.
+            items: How many items the longest history has.
+            scale: The softmax scale of the attention.
+            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+
+        Returns:
+            `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
+        """
+        position = torch.arange(items * self.page_size, device=query.device)
+        valid = (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+        scores = self.score(query, items, scale, valid)
+        item = torch.arange(items, device=query.device)
+        first, last = starts // self.page_size, (lengths - 1) // self.page_size
+        sink = (starts + max(self.sink_tokens, 1) - 1) // self.page_size
+        recent = (lengths - max(self.recent_tokens, 1)) // self.page_size
+        kept = (item <= sink.unsqueeze(1)) | (item >= recent.unsqueeze(1))
+        inside = (item >= first.unsqueeze(1)) & (item <= last.unsqueeze(1))
+        scores = scores.masked_fill(kept, torch.inf).masked_fill(~inside, -torch.inf)
+        best, selection = scores.topk(min(k, items), dim=1)
+        selection = selection.masked_fill(best == -torch.inf, items).sort(dim=1).values
+        return selection.masked_fill(selection == items, -1).to(torch.int32)
+
+
+def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
+    """The attention that each entry would draw, summed over a group's query heads.
+
+    Heads are normalised before they are summed: a head with large logits would otherwise choose for its whole group.
+
+    Args:
+        logits: `[rows, group, entries]` float32.
+        valid: `[rows, entries]` bool.
+    """
+    logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
+    return logits.softmax(dim=-1).nan_to_num(0.0).sum(dim=1)

@@ -1,0 +1,32 @@
+"""Quest (Tang et al., ICML 2024, arXiv 2406.10774): pages scored by a bound from their keys' bounding box."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_hisparse.algorithms.base import KeyScoring, softmax_mass
+
+
+class Quest(KeyScoring):
+    """Keeps the element-wise minimum and maximum of a page's keys. No key of the page scores more than the bound."""
+
+    page_size = 32
+
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        valid = valid.unsqueeze(-1)
+        low = keys.masked_fill(~valid, torch.inf).amin(2)
+        high = keys.masked_fill(~valid, -torch.inf).amax(2)
+        # A page of padding alone is never selected; finite values keep its score a number.
+        empty = ~valid.any(2)
+        return {"low": low.masked_fill(empty, 0), "high": high.masked_fill(empty, 0)}
+
+    def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"low": torch.minimum(old["low"], new["low"]), "high": torch.maximum(old["high"], new["high"])}
+
+    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+        query = query.float() * scale
+        low = self.representations["low"][:, :items].float().transpose(1, 2)
+        high = self.representations["high"][:, :items].float().transpose(1, 2)
+        bound = query.clamp(min=0) @ high + query.clamp(max=0) @ low
+        return softmax_mass(bound, valid.unflatten(1, (items, self.page_size)).any(2))

@@ -1,0 +1,48 @@
+"""What a layer's decode step asks of an attention kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from hf_hisparse.layout import ItemLayout
+
+
+class AttentionBackend(ABC):
+    """Attention of one query a row over selected items, found in a buffer through a slot table.
+
+    Items are visited in the order of the selection, never of the slots: the result depends on what was selected and not
+    on where it happens to lie, which is what makes it bit-identical whatever the size of the buffer.
+    """
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        slots: Tensor,
+        selection: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        layout: ItemLayout,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attends to the selection.
+
+        Args:
+            query: `[rows, heads, width]`, the query heads of a row.
+            buffer: `[rows, slots, elements]`.
+            slots: `[rows, k]` int32, where each selected item lies; -1 for none.
+            selection: `[rows, k]` int32, which item that is; -1 for none.
+            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+            layout: How an item is laid out.
+            scale: Multiplies `q . k`.
+            softcap: Caps logits at `softcap * tanh(logit / softcap)`, if given.
+            sinks: `[rows, heads]`, a logit a head that takes part in the softmax and has no value, if given.
+
+        Returns:
+            `[rows, heads, value_width]` in the query's dtype.
+        """

@@ -1,0 +1,307 @@
+"""`HierarchicalSparseCache`: a transformers cache whose history lies in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer
+from transformers.utils import logging
+
+from hf_hisparse.backends import BACKENDS
+from hf_hisparse.config import HiSparseConfig
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.models import patch_model
+from hf_hisparse.models.dsa import IndexerKeys
+from hf_hisparse.stats import CacheStats, layer_stats
+
+
+logger = logging.get_logger(__name__)
+
+
+class HierarchicalLayer(CacheLayerMixin):
+    """One full-attention layer: transformers' cache interface over a coordinator.
+
+    Args:
+        coordinator: Holds the layer's history.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, coordinator: SparseCoordinator):
+        super().__init__()
+        self.coordinator = coordinator
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """New keys and values. Within a patched attention module they are handed on as they are, and stored by it."""
+        self.is_initialized = True
+        if self.coordinator.attending:
+            return key_states, value_states
+        logger.warning_once(
+            "A HierarchicalSparseCache is used by a model that is not patched: attention is dense and the whole KV stays "
+            "on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model it is used with."
+        )
+        return self.coordinator.extend_dense((key_states, value_states))
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor | IndexerKeys:
+        """New indexer keys `[batch, tokens, width]`; what the model's own indexer is to score."""
+        algorithm = self.coordinator.algorithm
+        algorithm.extend(indexer_key_states.detach())
+        if self.coordinator.attending:
+            return IndexerKeys(self.coordinator)
+        return algorithm.representations["keys"][:, : algorithm.tokens]
+
+    def get_seq_length(self) -> int:
+        return self.coordinator.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.coordinator.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Nothing: the history is offloaded already."""
+
+    def prefetch(self) -> None:
+        """Nothing, likewise."""
+
+    def reset(self) -> None:
+        self.coordinator.reset()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens: `-n` for n of them."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"`crop` takes the number of tokens to remove as a negative integer, not {tokens_to_remove}")
+        if tokens_to_remove < 0:
+            self.coordinator.crop(-tokens_to_remove)
+
+    def _select(self, index: Tensor) -> None:
+        if self.coordinator.memory is not None:
+            logger.warning_once(
+                "The batch of a HierarchicalSparseCache is reordered, as beam search does: each reordering moves the whole "
+                "history through the device, which is slow. Sampling and greedy search do not reorder."
+            )
+        self.coordinator.select_batch(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(torch.arange(self.coordinator.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        indices = torch.as_tensor(indices)
+        self._select(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+
+
+class HierarchicalSparseCache(Cache):
+    """A cache that keeps the KV history in host memory and a bounded working set on the device.
+
+    Patches the model that it is given (see `patch_model`), and is then passed to `generate` like any other cache:
+
+    ```python
+    cache = HierarchicalSparseCache(model, top_k=1024)
+    model.generate(**inputs, past_key_values=cache)
+    ```
+
+    Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own classes.
+    A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by `algorithm`;
+    up to `top_k` tokens of context that is everything.
+
+    Args:
+        model: The model that will use it, a decoder-only transformers model.
+        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, backend, offload: See
+            `HiSparseConfig`.
+
+    Raises:
+        ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        top_k: int | None = None,
+        buffer_size: int | None = None,
+        page_size: int | None = None,
+        algorithm: str = "auto",
+        dense_layers: Collection[int] = (),
+        **options: Any,
+    ):
+        self.config = HiSparseConfig(
+            top_k=top_k,
+            buffer_size=buffer_size,
+            page_size=page_size,
+            algorithm=algorithm,
+            dense_layers=frozenset(dense_layers),
+            **options,
+        )
+        patch = patch_model(model)
+        text_config = model.config.get_text_config(decoder=True)
+        backend = BACKENDS[self.config.backend or "reference"]()
+        layers = DynamicCache(config=text_config).layers
+        if bad := sorted(i for i in self.config.dense_layers if not 0 <= i < len(layers)):
+            raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")
+        refused: dict[str, list[int]] = {}
+        for index, layer in enumerate(layers):
+            if type(layer) not in (DynamicLayer, DynamicIndexedLayer) or index in self.config.dense_layers:
+                continue
+            if index in patch.layers:
+                attention = patch.layers[index]
+                layers[index] = HierarchicalLayer(attention.make_coordinator(attention.module, self.config, backend))
+            else:
+                refused.setdefault(patch.refusals.get(index, "its attention is not on the interface"), []).append(index)
+        if not any(isinstance(layer, HierarchicalLayer) for layer in layers):
+            reason = "; ".join(refused) or "it has no full-attention layer outside `dense_layers`"
+            raise ValueError(f"no layer of `model` ({type(model).__name__}) can be hierarchical: {reason}")
+        for reason, indices in refused.items():
+            logger.warning_once(f"Layers {indices} of {type(model).__name__} stay dense on the device: {reason}.")
+        self._max_length = _max_length(text_config)
+        self._parameters: tuple[torch.dtype, torch.device] | None = None
+        super().__init__(layers=layers)
+
+    @classmethod
+    def from_dense(cls, model: nn.Module, cache: Cache, **options: Any) -> HierarchicalSparseCache:
+        """Takes over the history of a dense cache, as it was filled by `model`. The dense cache must not be used again.
+
+        Args:
+            model: The model that will use it.
+            cache: A `DynamicCache` filled by it.
+            options: As for the constructor.
+        """
+        new = cls(model, **options)
+        for index, (layer, dense) in enumerate(zip(new.layers, cache.layers, strict=True)):
+            if not isinstance(layer, HierarchicalLayer):
+                new.layers[index] = dense
+            elif dense.get_seq_length():
+                layer.is_initialized = True
+                layer.coordinator.extend_dense((dense.keys, dense.values))
+                if getattr(dense, "indexer_keys", None) is not None:
+                    layer.coordinator.algorithm.extend(dense.indexer_keys)
+        return new
+
+    @property
+    def _hierarchical(self) -> Iterator[tuple[int, HierarchicalLayer]]:
+        return ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, HierarchicalLayer))
+
+    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
+        """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
+
+        Raises:
+            ValueError: If the batch, the dtype or device of the model changed, or its maximum position would be passed.
+            MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
+        """
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        length = min(coordinator.length for coordinator in coordinators)
+        for coordinator in coordinators:
+            # A forward that failed midway left its tokens in the layers before the failure.
+            if coordinator.length > length:
+                coordinator.crop(coordinator.length - length)
+        if length and batch != coordinators[0].batch:
+            raise ValueError(
+                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, or "
+                "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
+            )
+        if self._max_length is not None and length + tokens > self._max_length:
+            raise ValueError(
+                f"{length} tokens in the cache and {tokens} new ones pass the model's `max_position_embeddings` of "
+                f"{self._max_length}; use a shorter prompt, a smaller `max_new_tokens`, or a model with scaled positions"
+            )
+        parameter = next(decoder.parameters())
+        if length and self._parameters not in (None, (parameter.dtype, parameter.device)):
+            raise ValueError(
+                f"the cache was filled by a model in {self._parameters[0]} on {self._parameters[1]}, which is now in "
+                f"{parameter.dtype} on {parameter.device}; use a new cache after moving or casting the model"
+            )
+        for coordinator in coordinators:
+            coordinator.reserve(tokens)
+        self._parameters = (parameter.dtype, parameter.device)
+
+    def stats(self) -> CacheStats:
+        """Hits, misses and bytes, a layer and a step. Waits for the device."""
+        layers, dense_bytes = [], 0
+        for index, layer in self._hierarchical:
+            coordinator = layer.coordinator
+            memory = coordinator.memory
+            held = (coordinator.device_bytes, coordinator.host_bytes)
+            item_bytes = 0 if memory is None else memory.layout.elements * memory.dtype.itemsize
+            counts, log = (None, None) if memory is None else (memory.counts(), memory.log())
+            layers.append(layer_stats(index, counts, log, item_bytes, held))
+            dense_bytes += coordinator.dense_bytes
+        return CacheStats(layers, dense_bytes)
+
+    def __repr__(self) -> str:
+        hierarchical = [layer.coordinator for _, layer in self._hierarchical]
+        first = hierarchical[0]
+        device = sum(coordinator.device_bytes for coordinator in hierarchical)
+        host = sum(coordinator.host_bytes for coordinator in hierarchical)
+        return (
+            f"HierarchicalSparseCache({first.length} tokens x {max(first.batch, 1)}, {len(hierarchical)} of "
+            f"{len(self.layers)} layers hierarchical, top_k={first.top_k}, {first.algorithm!r}, "
+            f"{device / 2**20:.1f} MiB on the device, {host / 2**20:.1f} MiB on the host)"
+        )
+
+
+def _max_length(config: Any) -> int | None:
+    """The most positions that a model takes, or None where its config does not say."""
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope if "factor" in rope else next((r for r in rope.values() if isinstance(r, dict) and "factor" in r), {})
+    original = scaled.get("original_max_position_embeddings") or longest
+    if longest is None or not scaled.get("factor"):
+        return longest
+    return max(longest, int(original * scaled["factor"]))
+
+
+@contextlib.contextmanager
+def _enabled(model: nn.Module):
+    try:
+        yield
+    finally:
+        disable(model)
+
+
+def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManager[None]:
+    """From here on, every `model.generate()` that is given no cache gets a fresh `HierarchicalSparseCache`.
+
+    So pipelines, notebooks and evaluation harnesses need no change. Also a context manager, that undoes it at its end:
+
+    ```python
+    with hf_hisparse.enable(model, top_k=1024):
+        pipeline("text-generation", model=model, tokenizer=tokenizer)(prompt)
+    ```
+
+    Args:
+        model: A decoder-only transformers model.
+        options: As for `HierarchicalSparseCache`.
+
+    Raises:
+        ValueError: If an option is out of range or does not fit the model.
+    """
+    HierarchicalSparseCache(model, **options)
+    disable(model)
+    generate = model.generate
+
+    def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
+        chosen = ("past_key_values", "cache", "cache_implementation")
+        if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
+            kwargs["past_key_values"] = HierarchicalSparseCache(model, **options)
+        return generate(*args, **kwargs)
+
+    model.generate = generate_hierarchical
+    return _enabled(model)
+
+
+def disable(model: nn.Module) -> None:
+    """Undoes `enable`. The model stays patched; `unpatch_model` undoes that too."""
+    model.__dict__.pop("generate", None)

@@ -1,0 +1,266 @@
+"""One layer's history and its decode step: append, retrieve, swap in, attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_hisparse.algorithms import SparseAlgorithm
+from hf_hisparse.backends import AttentionBackend
+from hf_hisparse.layout import ItemLayout
+from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
+
+
+def first_tokens(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """The index of each sequence's first token that is not padding, `[batch]` int64.
+
+    Args:
+        mask: What the newest query may see: None for everything, `[batch, tokens]`, or `[batch, 1, queries, tokens]`,
+            bool, integer or additive.
+
+    Raises:
+        ValueError: If a sequence has padding anywhere but on its left.
+    """
+    if mask is None:
+        return torch.zeros(batch, dtype=torch.int64, device=device)
+    seen = mask if mask.ndim == 2 else mask[:, 0, -1]
+    seen = seen >= 0 if seen.is_floating_point() else seen.bool()
+    starts = seen.int().argmax(dim=1)
+    if bool((seen.sum(1) != seen.shape[1] - starts).any()):
+        raise ValueError("`attention_mask` has padding inside or on the right of a sequence; pad on the left")
+    return starts.expand(batch)
+
+
+class SparseCoordinator:
+    """The history of one layer, and how a new token attends to it.
+
+    Up to `top_k` tokens the history is dense, on the device. Beyond, it lies in a `Memory`, an algorithm keeps a
+    representation of it on the device, and a decode step attends to the `k` items that the algorithm selects.
+
+    Tokens arrive as parts, `[batch, heads, tokens, width]` each: the key and value states, or for latent attention the
+    latent and the rotary key. A row is a (batch element, head) pair.
+
+    Args:
+        top_k: Tokens up to which the history is dense.
+        k: Items that a decode step attends to.
+        slots: Items a row that the device buffer holds; None keeps the whole history on the device.
+        layout: Makes the item layout from the widths of the parts.
+        algorithm: Makes the layer's selection method.
+        backend: How to attend.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        k: int,
+        slots: int | None,
+        layout: Callable[..., ItemLayout],
+        algorithm: Callable[[], SparseAlgorithm],
+        backend: AttentionBackend,
+    ):
+        self.top_k, self.k, self.slots, self.backend = top_k, k, slots, backend
+        self._make_layout, self._make_algorithm = layout, algorithm
+        self.attending = False
+        """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the history."""
+        self.length = 0
+        self.batch = self.heads = 0
+        self.recent: tuple[Tensor, ...] | None = None
+        self.memory: Memory | None = None
+        self.algorithm = self._make_algorithm()
+
+    # ---- the history -------------------------------------------------------------------------------------------------
+
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        if self.length == 0:
+            return
+        batch, heads = parts[0].shape[:2]
+        if batch != self.batch:
+            raise ValueError(
+                f"the cache holds a batch of {self.batch} and was given a batch of {batch}; use a new cache, or "
+                "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
+            )
+        held = self.recent if self.recent is not None else None
+        dtype, device = (held[0].dtype, held[0].device) if held else (self.memory.dtype, self.memory.device)
+        if (parts[0].dtype, parts[0].device) != (dtype, device):
+            raise ValueError(
+                f"the cache holds {dtype} on {device} and was given {parts[0].dtype} on {parts[0].device}; use a new cache "
+                "after moving or casting the model"
+            )
+        widths = tuple(part.shape[-1] for part in (held or ())) or self.memory.layout.widths
+        if heads != self.heads or tuple(part.shape[-1] for part in parts) != widths:
+            raise ValueError(
+                "the cache was filled by a model that was not patched, in a layout that a patched one cannot continue; "
+                "use a new cache"
+            )
+
+    def is_dense(self, tokens: int) -> bool:
+        """Whether `tokens` more tokens are attended to densely: a prompt or a chunk of one, or a short history."""
+        return tokens > 1 or self.length + tokens <= self.top_k
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
+        if self.memory is not None:
+            self.memory.reserve(self.length + tokens)
+
+    def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
+
+        What does not fit the dense limit is on its way to the memory when this returns. The parts are the only device
+        copy of a longer history, and go when the caller drops them.
+        """
+        self._check(parts)
+        new = parts[0].shape[2]
+        if self.memory is None:
+            full = self._join(self.recent, parts)
+            if self.length + new > self.top_k:
+                self._spill(full, mask)
+            else:
+                self.recent = full
+        else:
+            starts = first_tokens(mask, self.batch, self.memory.device)
+            full = self._join(self.history(), parts)
+            begin = self.length // self.memory.layout.page_size * self.memory.layout.page_size
+            self.memory.reserve(self.length + new)
+            self._store(full, begin, starts)
+        self.batch, self.heads = parts[0].shape[:2]
+        self.length += new
+        return full
+
+    def extend_dense(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Adds tokens and keeps the whole history on the device, whatever its length: what an unpatched model needs."""
+        self._check(parts)
+        full = self._join(self.history() if self.length else None, parts)
+        self._drop_memory()
+        self.recent = full
+        self.batch, self.heads = parts[0].shape[:2]
+        self.length += parts[0].shape[2]
+        return full
+
+    def history(self) -> tuple[Tensor, ...]:
+        """The whole history on the device, parts `[batch, heads, tokens, width]`."""
+        if self.memory is None:
+            return self.recent
+        parts = self.memory.read(self.length)
+        return tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
+
+    @staticmethod
+    def _join(old: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        new = tuple(part.detach() for part in new)
+        if old is None:
+            return new
+        return tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
+
+    def _spill(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
+        """Moves a dense history, given whole, into a new memory."""
+        batch, heads, tokens = parts[0].shape[:3]
+        first = parts[0]
+        starts = first_tokens(mask, batch, first.device)
+        layout = self._make_layout(*(part.shape[-1] for part in parts))
+        args = (batch * heads, layout, first.dtype, first.device)
+        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
+        memory.reserve(tokens)
+        self.batch, self.heads, self.memory, self.recent = batch, heads, memory, None
+        self._store(parts, 0, starts)
+
+    def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:
+        rows = tuple(part[:, :, start:].flatten(0, 1) for part in parts)
+        self.starts = starts.repeat_interleave(self.heads)
+        self.lengths = torch.full_like(self.starts, parts[0].shape[2])
+        self.memory.write(rows, start)
+        self.algorithm.construct_representations(rows[0], start, self.starts)
+
+    def _drop_memory(self) -> None:
+        if self.memory is not None:
+            self.memory = None
+            self.algorithm.forget()
+
+    # ---- the decode step ---------------------------------------------------------------------------------------------
+
+    def append(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
+        """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`."""
+        self._check(parts)
+        if self.memory is None:
+            self._spill(self.recent, None if mask is None else mask[..., :-1])
+        self.memory.reserve(self.length + 1)
+        rows = [part.detach().flatten(0, 2) for part in parts]
+        self.memory.append(torch.cat(rows, dim=-1), self.lengths)
+        self.algorithm.update_representations(rows[0], self.lengths, self.length + 1)
+        self.length += 1
+        self.lengths += 1
+
+    def retrieve(self, query: Tensor, scale: float) -> Tensor:
+        """The selection `[rows, k]` for queries `[rows, heads, width]`."""
+        items = self.memory.layout.items(self.length)
+        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
+
+    def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs) -> Tensor:
+        """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
+        buffer, slots = self.memory.fetch(selection)
+        return self.backend.attend(
+            query, buffer, slots, selection, self.starts, self.lengths, self.memory.layout, scale, **kwargs
+        )
+
+    # ---- what transformers does with a cache -------------------------------------------------------------------------
+
+    def crop(self, remove: int) -> None:
+        """Forgets the newest `remove` tokens."""
+        length = max(0, self.length - remove)
+        if length == 0:
+            self.reset()
+            return
+        if self.memory is None:
+            self.recent = tuple(part[:, :, :length] for part in self.recent)
+        elif length <= self.top_k:
+            parts = self.memory.read(length)
+            self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
+            self._drop_memory()
+        else:
+            page_size = self.memory.layout.page_size
+            start = (length - 1) // page_size * page_size
+            keys = self.memory.read(length, start)[0]
+            self.lengths.fill_(length)
+            self.algorithm.construct_representations(keys, start, self.starts)
+        self.algorithm.truncate(length)
+        self.length = length
+
+    def select_batch(self, index: Tensor) -> None:
+        """Keeps the batch elements at `index`, which may repeat. Moves the history through the device."""
+        if self.length == 0:
+            return
+        parts = self.history()
+        index = index.to(parts[0].device)
+        parts = tuple(part.index_select(0, index) for part in parts)
+        starts = None if self.memory is None else self.starts.view(self.batch, self.heads)[:, 0].index_select(0, index)
+        self.algorithm.select_batch(index)
+        self.batch = len(index)
+        if self.memory is None:
+            self.recent = parts
+            return
+        tokens = torch.arange(self.length, device=parts[0].device)
+        self._drop_memory()
+        self._spill(parts, tokens >= starts.unsqueeze(1))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: the device buffer and its LRU state, or the dense history, and the representation."""
+        held = sum(part.nbytes for part in self.recent) if self.recent is not None else 0
+        return held + self.algorithm.nbytes + (self.memory.device_bytes if self.memory is not None else 0)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that the history would take on the device, dense."""
+        if self.memory is None:
+            return sum(part.nbytes for part in self.recent) if self.recent is not None else 0
+        layout = self.memory.layout
+        return self.memory.rows * self.length * sum(layout.widths) * self.memory.dtype.itemsize
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self.memory.host_bytes if self.memory is not None else 0

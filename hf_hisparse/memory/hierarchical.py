@@ -1,0 +1,71 @@
+"""The history in host memory and a bounded LRU working set on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_hisparse.layout import ItemLayout
+from hf_hisparse.memory.base import Memory
+from hf_hisparse.memory.device_buffer import DeviceBuffer
+from hf_hisparse.memory.host_store import HostStore
+
+
+class HierarchicalMemory(Memory):
+    """A `HostStore` and the `DeviceBuffer` over it.
+
+    Args:
+        rows, layout, dtype, device: As for `Memory`.
+        slots: Items a row that the device buffer holds.
+    """
+
+    _writing: HostStore | None = None
+    """The store whose write-through may still be under way. One at a time, whatever the number of layers: a prefill
+    then holds the layer being computed and the layer being written, and never more."""
+
+    def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int):
+        super().__init__(rows, layout, dtype, device)
+        self.store = HostStore(rows, layout.elements, dtype, device)
+        self.buffer = DeviceBuffer(rows, slots, layout, self.store)
+
+    def reserve(self, tokens: int) -> None:
+        self.store.reserve(self.layout.items(tokens))
+        self.buffer.reserve()
+
+    def write(self, parts: Sequence[Tensor], start: int) -> None:
+        if HierarchicalMemory._writing is not None:
+            HierarchicalMemory._writing.wait()
+        self.store.write(self.layout.pack(parts), start // self.layout.page_size)
+        HierarchicalMemory._writing = self.store
+        self.buffer.forget()
+
+    def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
+        first = start // self.layout.page_size
+        return self.layout.unpack(self.store.read(first, self.layout.items(tokens) - first), tokens - start)
+
+    def append(self, token: Tensor, position: Tensor) -> None:
+        self.store.settle()
+        self.buffer.append(token, position)
+
+    def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
+        self.store.settle()
+        return self.buffer.buffer, self.buffer.swap_in(selection)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.buffer.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.store.nbytes
+
+    def counts(self) -> Tensor:
+        return self.buffer.totals.sum(0).cpu()
+
+    def log(self) -> Tensor:
+        steps = int(self.buffer.clock.max()) if self.rows else 0
+        log = self.buffer.log.sum(0).cpu()
+        held = min(steps, len(log))
+        return log[torch.arange(steps - held + 1, steps + 1) % len(log)]

@@ -1,0 +1,56 @@
+"""The whole history on the device: the resident oracle, which the hierarchical memory must equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_hisparse.memory.base import Memory
+
+
+class ResidentMemory(Memory):
+    """A device buffer with a slot for every item, so that an item's slot is its id."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.buffer = torch.zeros(self.rows, 0, self.layout.elements, dtype=self.dtype, device=self.device)
+
+    def reserve(self, tokens: int) -> None:
+        items = self.layout.items(tokens)
+        held = self.buffer.shape[1]
+        if items > held:
+            grown = self.buffer.new_zeros(self.rows, max(items, held + held // 4), self.layout.elements)
+            grown[:, :held] = self.buffer
+            self.buffer = grown
+
+    def write(self, parts: Sequence[Tensor], start: int) -> None:
+        items = self.layout.pack(parts)
+        first = start // self.layout.page_size
+        self.buffer[:, first : first + items.shape[1]] = items
+
+    def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
+        first = start // self.layout.page_size
+        return self.layout.unpack(self.buffer[:, first : self.layout.items(tokens)], tokens - start)
+
+    def append(self, token: Tensor, position: Tensor) -> None:
+        page_size = self.layout.page_size
+        rows = torch.arange(self.rows, device=self.device)
+        offset = 0
+        for part, width in zip(token.split(list(self.layout.widths), dim=1), self.layout.widths, strict=True):
+            start = offset + position % page_size * width
+            columns = start.unsqueeze(1) + torch.arange(width, device=self.device)
+            self.buffer[rows.unsqueeze(1), (position // page_size).unsqueeze(1), columns] = part
+            offset += page_size * width
+
+    def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
+        return self.buffer, selection
+
+    @property
+    def device_bytes(self) -> int:
+        return self.buffer.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0

@@ -1,0 +1,6 @@
+"""The patches that let a model's own attention modules run over a hierarchical history."""
+
+from hf_hisparse.models.registry import ModelPatch, patch_model, unpatch_model
+
+
+__all__ = ["ModelPatch", "patch_model", "unpatch_model"]

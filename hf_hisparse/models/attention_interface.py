@@ -1,0 +1,208 @@
+"""Any model on transformers' attention interface: its attention modules, run over a hierarchical history.
+
+No model code is copied and nothing shared is changed. A forward pre-hook on the attention module acts only when the
+cache is ours: for that one call it names our attention function in the module's view of its config, and hands it the
+layer's coordinator through a keyword argument, which attention modules pass on. With any other cache, or none, the
+hook does nothing and the module runs as it always did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_hisparse.algorithms import ALGORITHMS, SparseAlgorithm
+from hf_hisparse.config import AUTO_ALGORITHM, HiSparseConfig
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.layout import ItemLayout
+
+
+NAME = "hisparse"
+"""The name that our attention function is registered under, and of the keyword argument that reaches it."""
+
+
+def hisparse_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function of a patched module: passes the call to the patch that the pre-hook named."""
+    attend = kwargs.pop(NAME)
+    return attend(query, key, value, attention_mask, **kwargs), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, hisparse_attention_forward)
+
+
+class _ConfigView:
+    """A config that names our attention function, and is the module's own in everything else."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self._attn_implementation = NAME
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache among a forward's keyword arguments: `cache`, before transformers 5.22 `past_key_values`."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def coordinator_of(cache: Any, layer_idx: int) -> SparseCoordinator | None:
+    """The coordinator of a layer, if the cache is ours and the layer is hierarchical."""
+    layers = getattr(cache, "layers", ())
+    return getattr(layers[layer_idx], "coordinator", None) if layer_idx < len(layers) else None
+
+
+class AttentionPatch:
+    """The hooks on one attention module, and the attention function that they lead to.
+
+    Args:
+        module: An attention module for which `refusal` is None.
+    """
+
+    bases = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+    """Attention implementations that can serve the dense steps."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.config = module.config
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    # ---- what it applies to ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        """Whether this is the patch for such a module: the first match in the registry is taken."""
+        forward = inspect.unwrap(type(module).forward)
+        on_interface = "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+        return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config") and on_interface
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        """Why a module that matches cannot be patched, or None."""
+        forward = inspect.unwrap(type(module).forward)
+        parameters = inspect.signature(forward).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return "its attention takes no extra keyword arguments"
+        if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
+            return "it shares its keys and values with other layers"
+        if getattr(module, "indexer", None) is not None:
+            return "its indexer does not hand its selection to the attention function"
+        return None
+
+    @staticmethod
+    def native_top_k(module: nn.Module) -> int | None:
+        """How many tokens the model itself was trained to attend to, if it was."""
+        return None
+
+    @staticmethod
+    def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
+        """A coordinator for the layer of such a module."""
+        name = AUTO_ALGORITHM if config.algorithm == "auto" else config.algorithm
+
+        def algorithm() -> SparseAlgorithm:
+            return ALGORITHMS[name](config.page_size, config.sink_tokens, config.recent_tokens)
+
+        method = algorithm()
+        page_size = method.page_size
+        top_k = 2048 if config.top_k is None else config.top_k
+        k, slots = config.resolve(page_size, top_k, method.kept_items)
+        layout = partial(ItemLayout.page_head, page_size)
+        return SparseCoordinator(top_k, k, slots if config.offload else None, layout, algorithm, backend)
+
+    # ---- the hooks ---------------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        coordinator = coordinator_of(given_cache(kwargs), module.layer_idx)
+        if coordinator is None:
+            return None
+        base = self.config._attn_implementation
+        if base not in self.bases:
+            raise ValueError(
+                f"`attn_implementation={base!r}` cannot serve the dense steps of a hierarchical cache; "
+                f"use `model.set_attn_implementation` with one of {self.bases}"
+            )
+        self._enter(coordinator)
+        return args, {**kwargs, NAME: partial(self.attend, coordinator)}
+
+    def _enter(self, coordinator: SparseCoordinator) -> None:
+        coordinator.attending = True
+        self._coordinator = coordinator
+        self.module.config = _ConfigView(self.config)
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.module.config is not self.config:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.module.config = self.config
+        self._coordinator.attending = False
+        del self._coordinator
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def dense_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The attention function that the module would have used."""
+        eager = inspect.unwrap(type(self.module).forward).__globals__.get("eager_attention_forward")
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+
+    def attend(
+        self,
+        coordinator: SparseCoordinator,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of new tokens over the layer's history and themselves.
+
+        Args:
+            query: `[batch, heads, new, width]`.
+            key, value: `[batch, kv_heads, new, width]`, of the new tokens alone.
+            attention_mask: What the dense steps are masked by, as transformers made it.
+            scaling, softcap, s_aux: The softmax scale, the logits' cap, and the sink logits of the heads.
+
+        Returns:
+            `[batch, new, heads, value_width]`.
+        """
+        for name in ("sliding_window", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"a hierarchical layer cannot serve attention with `{name}`; name layer {self.module.layer_idx} in "
+                    "`dense_layers`"
+                )
+        batch, heads, new, width = query.shape
+        if coordinator.is_dense(new):
+            key, value = coordinator.extend((key, value), attention_mask)
+            optional = {"softcap": softcap, "s_aux": s_aux}
+            kwargs |= {name: value for name, value in optional.items() if value is not None}
+            return self.dense_function()(
+                self.module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            )[0]
+        scaling = width**-0.5 if scaling is None else scaling
+        kv_heads = key.shape[1]
+        coordinator.append((key, value), attention_mask)
+        grouped = query.reshape(batch * kv_heads, heads // kv_heads, width)
+        selection = coordinator.retrieve(grouped, scaling)
+        sinks = None if s_aux is None else s_aux.view(kv_heads, -1).repeat(batch, 1)
+        output = coordinator.attend(grouped, selection, scaling, softcap=softcap, sinks=sinks)
+        return output.view(batch, 1, heads, -1)

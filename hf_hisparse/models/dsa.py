@@ -1,0 +1,219 @@
+"""Models with latent attention and an indexer of their own: DeepSeek sparse attention and its relatives.
+
+The model's own attention forward runs, with three things replaced for the call: the expansion of latents to per-head
+keys and values (they stay latent), the indexer's view of its cached keys (its scores are computed a block at a time,
+never as `[batch, query, heads, keys]`), and the attention function, which is handed the selection, swaps in just those
+latents, and attends to them with the up-projections absorbed into the query and the output (DeepSeek-V2, arXiv
+2405.04434).
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_hisparse.algorithms import LightningIndexer
+from hf_hisparse.config import HiSparseConfig
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.layout import ItemLayout
+from hf_hisparse.models.attention_interface import AttentionPatch
+
+
+class IndexerKeys:
+    """What the stock indexer sees of its cached keys: it records the score expression and computes it only at `topk`.
+
+    The expression is `topk(mask(weights @ relu(q @ k^T * scale)))`. Anything else is an error that names the operation.
+
+    Args:
+        coordinator: Of the layer, whose algorithm holds the keys.
+    """
+
+    def __init__(self, coordinator: SparseCoordinator):
+        self.coordinator = coordinator
+        self.query: Tensor | None = None
+        self.weights: Tensor | None = None
+        self.mask: Tensor | None = None
+        self.scale = 1.0
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = self.query.shape[:2] if self.query is not None else ()
+        return torch.Size((*rows, self.coordinator.algorithm.tokens))
+
+    def _same(self, *args: Any, **kwargs: Any) -> IndexerKeys:
+        return self
+
+    transpose = float = unsqueeze = squeeze = _same
+
+    def __mul__(self, scale: float) -> IndexerKeys:
+        self.scale *= scale
+        return self
+
+    def __add__(self, mask: Tensor) -> IndexerKeys:
+        self.mask = mask
+        return self
+
+    def masked_fill(self, hidden: Tensor, value: float) -> IndexerKeys:
+        self.mask = ~hidden
+        return self
+
+    def topk(self, k: int, dim: int = -1) -> IndexerKeys:
+        self.indices = self.coordinator.algorithm.retrieve_topk(
+            self.query, self.weights.squeeze(-2), self.scale, self.mask, k
+        )
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> IndexerKeys:
+        if function is torch.matmul and isinstance(args[1], cls):
+            keys = args[1]
+            if keys.query is None:
+                keys.query = args[0]
+            else:
+                keys.weights = args[0]
+            return keys
+        if function is nn.functional.relu:
+            return args[0]
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(f"the model's indexer scores its keys with `{name}`, which is not supported; use `dense_layers`")
+
+
+class LatentPatch(AttentionPatch):
+    """The patch of an attention module that has latents to expand and an indexer, its own or the previous layer's."""
+
+    bases = ("eager", "sdpa")
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        parts = ("expand_kv", "kv_b_proj", "kv_lora_rank", "indexer")
+        return super().matches(module) and all(hasattr(module, part) for part in parts)
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        forward = inspect.unwrap(type(module).forward)
+        if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
+            return "it shares its latents with other layers"
+        keywords = {name for const in forward.__code__.co_consts if isinstance(const, tuple) for name in const}
+        if "indices" not in keywords:
+            return "its indexer does not hand its selection to the attention function"
+        return None
+
+    @staticmethod
+    def native_top_k(module: nn.Module) -> int | None:
+        return module.config.index_topk
+
+    @staticmethod
+    def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
+        native = module.config.index_topk
+        if config.top_k not in (None, native):
+            raise ValueError(
+                f"`top_k={config.top_k}`: the model selects `index_topk={native}` tokens itself; leave `top_k` out"
+            )
+        if config.algorithm != "auto":
+            raise ValueError(f"`algorithm={config.algorithm!r}`: the model has its own indexer; use `algorithm='auto'`")
+        if config.page_size not in (None, 1):
+            raise ValueError(f"`page_size={config.page_size}`: the model selects single tokens; leave `page_size` out")
+        k, slots = config.resolve(1, native, 0)
+        return SparseCoordinator(
+            native, k, slots if config.offload else None, ItemLayout.token, LightningIndexer, backend
+        )
+
+    def _enter(self, coordinator: SparseCoordinator) -> None:
+        super()._enter(coordinator)
+        self.module.expand_kv = lambda latent, rotary: (latent, rotary)
+
+    def _leave(self) -> None:
+        del self.module.expand_kv
+        super()._leave()
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """The key and value halves of `kv_b_proj`, `[heads, width, latent]` each."""
+        project = self.module.kv_b_proj
+        if type(project) is nn.Linear:
+            weight = project.weight
+        else:
+            # Quantised or adapted: what the module does to each unit vector is its weight, whatever it is stored as.
+            unit = torch.eye(self.module.kv_lora_rank, dtype=self._latent.dtype, device=self._latent.device)
+            weight = project(unit).t()
+        weight = weight.view(-1, self.module.qk_nope_head_dim + self.module.v_head_dim, self.module.kv_lora_rank)
+        return weight.split([self.module.qk_nope_head_dim, self.module.v_head_dim], dim=1)
+
+    def attend(
+        self,
+        coordinator: SparseCoordinator,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        s_aux: Tensor | None = None,
+        indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of new tokens over the selected latents of the history.
+
+        Args:
+            query: `[batch, heads, new, nope + rotary]`.
+            key, value: The new tokens' latents `[batch, 1, new, latent]` and rotary keys `[batch, 1, new, rotary]`.
+            attention_mask: What the dense steps are masked by.
+            scaling, s_aux: The softmax scale and the sink logits of the heads.
+            indices: `[batch, new, k]` int32, the selection of each query, -1 for none.
+
+        Returns:
+            `[batch, new, heads, value_width]`.
+        """
+        self._latent = key
+        batch, _, new, _ = query.shape
+        sinks = None if s_aux is None else s_aux.unsqueeze(0)
+        if coordinator.length + new <= coordinator.top_k:
+            latent, rotary = coordinator.extend((key, value), attention_mask)
+            key, value = type(self.module).expand_kv(self.module, latent, rotary)
+            optional = {} if s_aux is None else {"s_aux": s_aux}
+            return self.dense_function()(
+                self.module, query, key, value, attention_mask, scaling=scaling, **optional, **kwargs
+            )[0]
+
+        up_key, up_value = self._up_projections()
+        if new == 1:
+            coordinator.append((key, value), attention_mask)
+            absorbed = self._absorb(query, up_key)[:, 0]
+            sinks = None if sinks is None else sinks.expand(batch, -1)
+            output = coordinator.attend(absorbed, indices[:, 0], scaling, sinks=sinks).unsqueeze(1)
+            return self._project(output, up_value)
+
+        latents = torch.cat(coordinator.extend((key, value), attention_mask), dim=-1).squeeze(1)
+        layout = coordinator.memory.layout
+        block = max(1, (1 << 24) // (indices.shape[-1] * layout.elements))
+        blocks = []
+        for low in range(0, new, block):
+            some = slice(low, low + block)
+            absorbed = self._absorb(query[:, :, some], up_key)
+            outputs = []
+            for b in range(batch):
+                selection = indices[b, some]
+                rows = len(selection)
+                starts = torch.zeros(rows, dtype=torch.int64, device=latents.device)
+                lengths = torch.full_like(starts, latents.shape[1])
+                buffer = latents[b : b + 1].expand(rows, -1, -1)
+                extra = None if sinks is None else sinks.expand(rows, -1)
+                outputs.append(
+                    coordinator.backend.attend(
+                        absorbed[b], buffer, selection, selection, starts, lengths, layout, scaling, sinks=extra
+                    )
+                )
+            blocks.append(self._project(torch.stack(outputs), up_value))
+        return torch.cat(blocks, dim=1)
+
+    def _absorb(self, query: Tensor, up_key: Tensor) -> Tensor:
+        """Queries `[batch, heads, n, nope + rotary]` as queries on latent rows, `[batch, n, heads, latent + rotary]`."""
+        nope, rotary = query.split([self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], dim=-1)
+        return torch.cat((nope @ up_key, rotary), dim=-1).transpose(1, 2)
+
+    @staticmethod
+    def _project(output: Tensor, up_value: Tensor) -> Tensor:
+        """Attention output `[batch, n, heads, latent]` as values, `[batch, n, heads, value_width]`."""
+        return torch.einsum("bnhl,hvl->bnhv", output, up_value)

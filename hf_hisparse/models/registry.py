@@ -1,0 +1,92 @@
+"""Which patch fits which attention module, and the hooks that a patched model carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
+from hf_hisparse.models.dsa import LatentPatch
+
+
+PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
+"""The model families, the most particular first."""
+
+_PATCHED: WeakKeyDictionary[nn.Module, ModelPatch] = WeakKeyDictionary()
+
+
+class ModelPatch:
+    """The hooks on a model's decoder and on its attention modules.
+
+    Args:
+        model: A decoder-only transformers model, or one with a text decoder.
+    """
+
+    def __init__(self, model: nn.Module):
+        decoder = model.get_decoder()
+        self.layers: dict[int, AttentionPatch] = {}
+        self.refusals: dict[int, str] = {}
+        for module in decoder.modules():
+            family = next((patch for patch in PATCHES if patch.matches(module)), None)
+            if family is None:
+                continue
+            reason = family.refusal(module)
+            if reason is None:
+                self.layers[module.layer_idx] = family(module)
+            else:
+                self.refusals[module.layer_idx] = reason
+        self._handle = decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @staticmethod
+    def _before(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        begin: Callable | None = getattr(given_cache(kwargs), "begin_forward", None)
+        if begin is None:
+            return
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = kwargs.get("input_ids", args[0] if args else None)
+        if inputs is not None:
+            begin(decoder, *inputs.shape[:2])
+
+    def remove(self) -> None:
+        """Takes every hook off."""
+        self._handle.remove()
+        for patch in self.layers.values():
+            patch.remove()
+
+
+def patch_model(model: nn.Module) -> ModelPatch:
+    """Lets a model's attention run over a hierarchical cache. With any other cache the model stays as it was.
+
+    Idempotent, and undone by `unpatch_model`.
+
+    Raises:
+        ValueError: If the model is an encoder-decoder, or not on transformers' attention interface.
+    """
+    if model in _PATCHED:
+        return _PATCHED[model]
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_decoder"):
+        raise ValueError(f"`model` must be a transformers model, not {type(model).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"`model` is an encoder-decoder ({type(model).__name__}), whose cross-attention a hierarchical cache cannot "
+            "serve; use a decoder-only model"
+        )
+    patch = ModelPatch(model)
+    if not patch.layers:
+        patch.remove()
+        reasons = sorted(set(patch.refusals.values())) or ["no layer is on transformers' attention interface"]
+        raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
+    _PATCHED[model] = patch
+    return patch
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Takes the hooks of `patch_model` off. Nothing happens if there are none."""
+    patch = _PATCHED.pop(model, None)
+    if patch is not None:
+        patch.remove()

@@ -1,0 +1,206 @@
+"""The ops in plain PyTorch: what they mean, on any device. A faster implementation must equal them bit for bit.
+
+An LRU row is described by four tensors that the ops read and write:
+
+- `item_slot [rows, items]` int32: the slot that holds an item, or -1;
+- `slot_item [rows, slots]` int32: the item that a slot holds, or -1;
+- `last_used [rows, slots]` int32: the step at which a slot was last used, 0 for a slot that never was;
+- `clock [rows]` int32: the number of steps taken. `swap_in` takes a step; `append` stamps the step to come.
+
+A history lies in host memory in slabs: `slab_table [rows, slabs]` int64 holds the address of a row's slabs, each of
+`items_per_slab` items.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+def host_elements(first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over `count` elements of this process's memory at address `first`. Only mapped parts may be touched."""
+    size = count * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(first), dtype=dtype, count=count)
+
+
+def _host_rows(addresses: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+    """A view of host memory in which row `i` of the result's first dimension is the item at the `i`-th address.
+
+    Returned as `(view, index)`: `view[index]` gathers and `view[index] = x` scatters. The view is made of overlapping
+    windows over one span of addresses, so that one indexing call reaches every item wherever its slab lies.
+    """
+    base, last = int(addresses.min()), int(addresses.max())
+    span = (last - base) // dtype.itemsize + elements
+    windows = host_elements(base, span, dtype).as_strided((span - elements + 1, elements), (1, 1))
+    return windows, (addresses - base) // dtype.itemsize
+
+
+def _item_addresses(slab_table: Tensor, rows: Tensor, items: Tensor, items_per_slab: int, item_bytes: int) -> Tensor:
+    slabs = slab_table[rows, items // items_per_slab]
+    return (slabs + items % items_per_slab * item_bytes).cpu()
+
+
+@torch.library.custom_op(
+    "hf_hisparse::swap_in", mutates_args=("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log")
+)
+def swap_in(
+    selection: Tensor,
+    slab_table: Tensor,
+    items_per_slab: int,
+    buffer: Tensor,
+    item_slot: Tensor,
+    slot_item: Tensor,
+    last_used: Tensor,
+    clock: Tensor,
+    totals: Tensor,
+    log: Tensor,
+) -> Tensor:
+    """Makes every selected item resident and says where: one LRU step.
+
+    Hits are stamped with this step. Each row's `m` misses take the `m` slots used longest ago (ties: the lowest slot),
+    never one hit in this step; in order of selection they take those victims in order of slot, and their bytes are
+    copied from host memory.
+
+    Args:
+        selection: `[rows, k]` int32 item ids, unique in a row, -1 for none; `k <= slots`.
+        slab_table: `[rows, slabs]` int64 host addresses.
+        items_per_slab: Items a slab.
+        buffer: `[rows, slots, elements]`, the device buffer.
+        item_slot, slot_item, last_used, clock: The LRU state (see this module).
+        totals: `[rows, 2]` int64, hits and misses so far.
+        log: `[rows, steps, 2]` int32, hits and misses of the last `steps` steps, at `step % steps`.
+
+    Returns:
+        `[rows, k]` int32: the slot of each selected item, -1 where the selection is -1.
+    """
+    rows, _ = selection.shape
+    slots = buffer.shape[1]
+    row = torch.arange(rows, device=selection.device).unsqueeze(1)
+    clock += 1
+    now = clock.unsqueeze(1)
+
+    wanted = selection >= 0
+    found = item_slot.gather(1, selection.clamp(min=0).long())
+    found = torch.where(wanted, found, -1)
+    hit = found >= 0
+    miss = wanted & ~hit
+    hits, misses = hit.sum(1), miss.sum(1)
+
+    is_hit_slot = torch.zeros(rows, slots + 1, dtype=torch.bool, device=selection.device)
+    is_hit_slot.scatter_(1, torch.where(hit, found, slots).long(), True)
+    is_hit_slot = is_hit_slot[:, :slots]
+    last_used.copy_(torch.where(is_hit_slot, now, last_used))
+
+    age = last_used.long() * slots + torch.arange(slots, device=selection.device)
+    age.masked_fill_(is_hit_slot, torch.iinfo(torch.int64).max)
+    rank = age.argsort(dim=1).argsort(dim=1)
+    is_victim = rank < misses.unsqueeze(1)
+    victims = torch.where(is_victim, torch.arange(slots, device=selection.device), slots).sort(dim=1).values
+    order = (miss.cumsum(1) - 1).clamp(min=0)
+    found = torch.where(miss, victims.gather(1, order).to(torch.int32), found)
+
+    r, c = miss.nonzero(as_tuple=True)
+    if len(r):
+        slot, item = found[r, c].long(), selection[r, c].long()
+        evicted = slot_item[r, slot]
+        gone = evicted >= 0
+        item_slot[r[gone], evicted[gone].long()] = -1
+        item_slot[r, item] = slot.to(torch.int32)
+        slot_item[r, slot] = item.to(torch.int32)
+        last_used[r, slot] = clock[r]
+        item_bytes = buffer.shape[2] * buffer.element_size()
+        addresses = _item_addresses(slab_table, r, item, items_per_slab, item_bytes)
+        windows, index = _host_rows(addresses, buffer.shape[2], buffer.dtype)
+        buffer[r, slot] = windows[index].to(buffer.device)
+
+    counts = torch.stack((hits, misses), dim=1)
+    totals += counts
+    log[row.squeeze(1), (now % log.shape[1]).squeeze(1).long()] = counts.to(torch.int32)
+    return found
+
+
+@swap_in.register_fake
+def _(selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log):
+    return torch.empty_like(selection)
+
+
+@torch.library.custom_op("hf_hisparse::append", mutates_args=("buffer", "item_slot", "slot_item", "last_used"))
+def append(
+    token: Tensor,
+    position: Tensor,
+    page_size: int,
+    widths: list[int],
+    slab_table: Tensor,
+    items_per_slab: int,
+    buffer: Tensor,
+    item_slot: Tensor,
+    slot_item: Tensor,
+    last_used: Tensor,
+    clock: Tensor,
+) -> None:
+    """Writes one new token a row through to host memory and to the device buffer, as most recently used.
+
+    A token that opens an item takes the slot used longest ago (ties: the lowest), unless the item is resident already;
+    one that continues an item is written to the buffer where that item is resident, and to host memory alone where it
+    is not. Its slot is stamped with the coming step.
+
+    Args:
+        token: `[rows, sum(widths)]`, the token's parts side by side.
+        position: `[rows]` int64, the token's index in the history; negative for a row that takes none.
+        page_size: Tokens an item.
+        widths: Elements a token in each part (see `ItemLayout`).
+        slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock: As for `swap_in`.
+    """
+    active = (position >= 0).nonzero().squeeze(1)
+    if not len(active):
+        return
+    token, position, row = token[active], position[active], active
+    item, within = position // page_size, position % page_size
+    columns = []
+    offset = 0
+    for width in widths:
+        columns.append(offset + within.unsqueeze(1) * width + torch.arange(width, device=token.device))
+        offset += page_size * width
+    column = torch.cat(columns, dim=1)
+
+    item_bytes = buffer.shape[2] * buffer.element_size()
+    addresses = _item_addresses(slab_table, row, item, items_per_slab, item_bytes)
+    windows, index = _host_rows(addresses, buffer.shape[2], buffer.dtype)
+    windows[index.unsqueeze(1), column.cpu()] = token.cpu()
+
+    slot = item_slot[row, item]
+    opens = (within == 0) & (slot < 0)
+    slots = buffer.shape[1]
+    age = last_used[row].long() * slots + torch.arange(slots, device=token.device)
+    slot = torch.where(opens, age.argmin(dim=1).to(torch.int32), slot)
+    resident = slot >= 0
+
+    r, s, i = row[opens], slot[opens].long(), item[opens]
+    evicted = slot_item[r, s]
+    gone = evicted >= 0
+    item_slot[r[gone], evicted[gone].long()] = -1
+    item_slot[r, i] = s.to(torch.int32)
+    slot_item[r, s] = i.to(torch.int32)
+
+    r, s = row[resident], slot[resident].long()
+    buffer[r.unsqueeze(1), s.unsqueeze(1), column[resident]] = token[resident]
+    last_used[r, s] = clock[r] + 1
+
+
+@append.register_fake
+def _(
+    token,
+    position,
+    page_size,
+    widths,
+    slab_table,
+    items_per_slab,
+    buffer,
+    item_slot,
+    slot_item,
+    last_used,
+    clock,
+):
+    return None
