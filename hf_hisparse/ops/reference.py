@@ -5,7 +5,8 @@ An LRU row is described by four tensors that the ops read and write:
 - `item_slot [rows, items]` int32: the slot that holds an item, or -1;
 - `slot_item [rows, slots]` int32: the item that a slot holds, or -1;
 - `last_used [rows, slots]` int32: the step at which a slot was last used, 0 for a slot that never was;
-- `clock [rows]` int32: the number of steps taken. `swap_in` takes a step; `append` stamps the step to come.
+- `clock [rows]` int32: the number of steps taken. `swap_in` takes a step; `append` stamps the step to come. A row that
+  selects nothing (a padded batch row) takes no step, and nothing of it is touched.
 
 A history lies in host memory in slabs: `slab_table [rows, slabs]` int64 holds the address of a row's slabs, each of
 `items_per_slab` items.
@@ -78,10 +79,11 @@ def swap_in(
     rows, _ = selection.shape
     slots = buffer.shape[1]
     row = torch.arange(rows, device=selection.device).unsqueeze(1)
-    clock += 1
+    wanted = selection >= 0
+    active = wanted.any(1)
+    clock += active
     now = clock.unsqueeze(1)
 
-    wanted = selection >= 0
     found = item_slot.gather(1, selection.clamp(min=0).long())
     found = torch.where(wanted, found, -1)
     hit = found >= 0
@@ -117,7 +119,7 @@ def swap_in(
 
     counts = torch.stack((hits, misses), dim=1)
     totals += counts
-    log[row.squeeze(1), (now % log.shape[1]).squeeze(1).long()] = counts.to(torch.int32)
+    log[row.squeeze(1)[active], (clock % log.shape[1]).long()[active]] = counts[active].to(torch.int32)
     return found
 
 
