@@ -1,0 +1,1 @@
+"""Exactness, accuracy, speed and capacity; measured runs lie in `results/`."""

