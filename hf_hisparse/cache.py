@@ -148,7 +148,10 @@ class HierarchicalSparseCache(Cache):
         )
         patch = patch_model(model)
         text_config = model.config.get_text_config(decoder=True)
-        backend = BACKENDS[self.config.backend or "reference"]()
+        backend_name = self.config.backend or "reference"
+        if backend_name not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, not {backend_name!r}")
+        backend = BACKENDS[backend_name]()
         layers = DynamicCache(config=text_config).layers
         if bad := sorted(i for i in self.config.dense_layers if not 0 <= i < len(layers)):
             raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")

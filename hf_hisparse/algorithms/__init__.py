@@ -9,4 +9,8 @@ from hf_hisparse.algorithms.rabitq import RaBitQ
 ALGORITHMS: dict[str, type[KeyScoring]] = {"quest": Quest, "rabitq": RaBitQ}
 """The training-free algorithms, by the name that `algorithm=` takes."""
 
-__all__ = ["ALGORITHMS", "KeyScoring", "LightningIndexer", "Quest", "RaBitQ", "SparseAlgorithm"]
+AUTO = "rabitq"
+"""What `algorithm="auto"` means for a model with no indexer of its own: the better at equal GPU bytes, as measured in
+eval/results/selection.json and eval/results/needle.json."""
+
+__all__ = ["ALGORITHMS", "AUTO", "KeyScoring", "LightningIndexer", "Quest", "RaBitQ", "SparseAlgorithm"]

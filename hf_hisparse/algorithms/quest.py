@@ -24,9 +24,12 @@ class Quest(KeyScoring):
     def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"low": torch.minimum(old["low"], new["low"]), "high": torch.maximum(old["high"], new["high"])}
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
-        query = query.float() * scale
+    def bound(self, query: Tensor, items: int) -> Tensor:
+        """The most that any key of a page can score, `[rows, group, items]` float32."""
+        query = query.float()
         low = self.representations["low"][:, :items].float().transpose(1, 2)
         high = self.representations["high"][:, :items].float().transpose(1, 2)
-        bound = query.clamp(min=0) @ high + query.clamp(max=0) @ low
-        return softmax_mass(bound, valid.unflatten(1, (items, self.page_size)).any(2))
+        return query.clamp(min=0) @ high + query.clamp(max=0) @ low
+
+    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+        return softmax_mass(self.bound(query, items) * scale, valid.unflatten(1, (items, self.page_size)).any(2))

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hisparse.algorithms import ALGORITHMS, SparseAlgorithm
-from hf_hisparse.config import AUTO_ALGORITHM, HiSparseConfig
+from hf_hisparse.algorithms import ALGORITHMS, AUTO, KeyScoring
+from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 
@@ -108,14 +108,17 @@ class AttentionPatch:
     @staticmethod
     def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         """A coordinator for the layer of such a module."""
-        name = AUTO_ALGORITHM if config.algorithm == "auto" else config.algorithm
+        name = AUTO if config.algorithm == "auto" else config.algorithm
+        if name not in ALGORITHMS:
+            raise ValueError(f"`algorithm` must be 'auto' or one of {sorted(ALGORITHMS)}, not {name!r}")
+        top_k = 2048 if config.top_k is None else config.top_k
+        recent = min(KeyScoring.recent_tokens, top_k // 4) if config.recent_tokens is None else config.recent_tokens
 
-        def algorithm() -> SparseAlgorithm:
-            return ALGORITHMS[name](config.page_size, config.sink_tokens, config.recent_tokens)
+        def algorithm() -> KeyScoring:
+            return ALGORITHMS[name](config.page_size, config.sink_tokens, recent)
 
         method = algorithm()
         page_size = method.page_size
-        top_k = 2048 if config.top_k is None else config.top_k
         k, slots = config.resolve(page_size, top_k, method.kept_items)
         layout = partial(ItemLayout.page_head, page_size)
         return SparseCoordinator(top_k, k, slots if config.offload else None, layout, algorithm, backend)
