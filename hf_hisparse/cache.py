@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.models import patch_model
+from hf_hisparse.models import cache_argument, patch_model
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
 
@@ -298,7 +298,7 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
     def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
         chosen = ("past_key_values", "cache", "cache_implementation")
         if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
-            kwargs["past_key_values"] = HierarchicalSparseCache(model, **options)
+            kwargs[cache_argument(model)] = HierarchicalSparseCache(model, **options)
         return generate(*args, **kwargs)
 
     model.generate = generate_hierarchical

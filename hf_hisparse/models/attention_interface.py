@@ -54,6 +54,11 @@ def given_cache(kwargs: dict[str, Any]) -> Any:
     return kwargs.get("past_key_values") if cache is None else cache
 
 
+def cache_argument(model: nn.Module) -> str:
+    """The keyword that a model's `forward` and `generate` take the cache by: see `given_cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def coordinator_of(cache: Any, layer_idx: int) -> SparseCoordinator | None:
     """The coordinator of a layer, if the cache is ours and the layer is hierarchical."""
     layers = getattr(cache, "layers", ())
