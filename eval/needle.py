@@ -86,7 +86,7 @@ def main() -> None:
         for (name, budget), count in kept.items():
             rows.append({"text": kind, "method": name, "budget": budget, "dense_right": right, "kept": count, "tried": tried})
             print(f"{kind:7s} {name:20s} {budget:5d}  {count} of {right}")
-    write_results(args.output, rows, **environment(), arguments=vars(args))
+    write_results(args.output, rows, environment=environment())
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{row['method']:38s} keep {row['kept']:8s} {row['gpu_bytes']:6.1f} B  {row['budget']:5d}  {row['mass']:.3f}")
-    write_results(args.output, rows, **environment(), arguments=vars(args))
+    write_results(args.output, rows, environment=environment())
 
 
 if __name__ == "__main__":

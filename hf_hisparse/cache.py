@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -266,14 +267,6 @@ def _max_length(config: Any) -> int | None:
     return max(longest, int(original * scaled["factor"]))
 
 
-@contextlib.contextmanager
-def _enabled(model: nn.Module):
-    try:
-        yield
-    finally:
-        disable(model)
-
-
 def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManager[None]:
     """From here on, every `model.generate()` that is given no cache gets a fresh `HierarchicalSparseCache`.
 
@@ -292,19 +285,35 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
         ValueError: If an option is out of range or does not fit the model.
     """
     HierarchicalSparseCache(model, **options)
-    disable(model)
-    generate = model.generate
+    held = model.__dict__.get("generate")
+    replaced = getattr(held, "replaced", held)
+    generate = replaced or partial(type(model).generate, model)
 
     def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
         chosen = ("past_key_values", "cache", "cache_implementation")
         if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
-            kwargs[cache_argument(model)] = HierarchicalSparseCache(model, **options)
+            kwargs["past_key_values"] = HierarchicalSparseCache(model, **options)
         return generate(*args, **kwargs)
 
+    generate_hierarchical.replaced = replaced
     model.generate = generate_hierarchical
-    return _enabled(model)
+    return _until_exit(model, held)
+
+
+@contextlib.contextmanager
+def _until_exit(model: nn.Module, held: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        disable(model)
+        if held is not None:
+            model.generate = held
 
 
 def disable(model: nn.Module) -> None:
     """Undoes `enable`. The model stays patched; `unpatch_model` undoes that too."""
-    model.__dict__.pop("generate", None)
+    ours = model.__dict__.get("generate")
+    if hasattr(ours, "replaced"):
+        del model.generate
+        if ours.replaced is not None:
+            model.generate = ours.replaced

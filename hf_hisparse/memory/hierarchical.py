@@ -21,10 +21,6 @@ class HierarchicalMemory(Memory):
         slots: Items a row that the device buffer holds.
     """
 
-    _writing: HostStore | None = None
-    """The store whose write-through may still be under way. One at a time, whatever the number of layers: a prefill
-    then holds the layer being computed and the layer being written, and never more."""
-
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int):
         super().__init__(rows, layout, dtype, device)
         self.store = HostStore(rows, layout.elements, dtype, device)
@@ -35,10 +31,8 @@ class HierarchicalMemory(Memory):
         self.buffer.reserve()
 
     def write(self, parts: Sequence[Tensor], start: int) -> None:
-        if HierarchicalMemory._writing is not None:
-            HierarchicalMemory._writing.wait()
+        self.store.wait()
         self.store.write(self.layout.pack(parts), start // self.layout.page_size)
-        HierarchicalMemory._writing = self.store
         self.buffer.forget()
 
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:

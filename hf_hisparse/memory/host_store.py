@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,10 @@ class HostStore:
         rows, elements, dtype: The shape of the history: `rows` sequences of items of `elements` elements.
         device: The device that reads it. Memory is pinned if that is a CUDA device.
     """
+
+    _latest: ClassVar[torch.cuda.Event | None] = None
+    """The latest write of any store. Writers wait for it, so that a prefill holds the layer being computed and the layer
+    being written, and never more."""
 
     def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device):
         self.rows, self.elements, self.dtype, self.device = rows, elements, dtype, device
@@ -57,7 +64,7 @@ class HostStore:
         addresses = chunk.data_ptr() + torch.arange(self.rows * slabs, dtype=torch.int64) * slab_bytes
         self.table = torch.cat((self.table, addresses.view(self.rows, slabs).to(self.device)), dim=1)
 
-    def _spans(self, first: int, count: int):
+    def _spans(self, first: int, count: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """The chunks that hold items `first` to `first + count`, with the slice of each and of the request."""
         start = 0
         for chunk in self.chunks:
@@ -81,6 +88,7 @@ class HostStore:
             items.record_stream(self._stream)
             self._written = torch.cuda.Event()
             self._written.record(self._stream)
+        HostStore._latest = self._written
 
     def read(self, first: int, count: int) -> Tensor:
         """Items `first` to `first + count` of every row, `[rows, count, elements]`, on the device."""
@@ -97,7 +105,9 @@ class HostStore:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
 
-    def wait(self) -> None:
-        """Waits on the host until the latest write has landed, so that its source is free."""
-        if self._written is not None:
-            self._written.synchronize()
+    @staticmethod
+    def wait() -> None:
+        """Waits on the host until the latest write has landed, whatever store made it, so that its source is free."""
+        if HostStore._latest is not None:
+            HostStore._latest.synchronize()
+            HostStore._latest = None

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import weakref
 
 import torch
 from torch import Tensor
 
 
+class _Region(mmap.mmap):
+    """A mapping that undoes its registration before it goes. The tensor over it holds it."""
+
+    registered: int | None = None
+
+    def __del__(self) -> None:
+        if self.registered is not None:
+            # A kernel or copy that still reads it must end first.
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.registered)
+
+
 def allocate(nbytes: int, pin: bool) -> Tensor:
-    """`nbytes` of zeroed host memory as a uint8 tensor; unregistered and unmapped when the tensor's storage is freed.
+    """`nbytes` of zeroed host memory as a uint8 tensor; unregistered and unmapped as soon as nothing views it.
 
     Args:
         nbytes: At least 1.
@@ -20,21 +31,20 @@ def allocate(nbytes: int, pin: bool) -> Tensor:
     Raises:
         MemoryError: If the memory cannot be had or cannot be pinned. Nothing is held then.
     """
+    wanted = f"{nbytes / 2**20:.0f} MiB of host memory for the KV history"
     try:
-        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = _Region(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no {nbytes / 2**20:.0f} MiB of host memory for the KV history: {error}") from error
+        raise MemoryError(f"{wanted} could not be had ({error})") from error
     with contextlib.suppress(OSError, AttributeError):
         region.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(region, dtype=torch.uint8)
     if pin:
-        address = tensor.data_ptr()
-        cudart = torch.cuda.cudart()
-        status = int(cudart.cudaHostRegister(address, nbytes, 0))
+        status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0))
         if status != 0:
             raise MemoryError(
-                f"{nbytes / 2**20:.0f} MiB of host memory for the KV history could not be pinned (CUDA error {status}); "
-                "raise the limit on locked memory (`ulimit -l`) or use a smaller batch or context"
+                f"{wanted} could not be pinned (CUDA error {status}); raise the limit on locked memory (`ulimit -l`), or "
+                "use a smaller batch or context"
             )
-        weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
+        region.registered = tensor.data_ptr()
     return tensor

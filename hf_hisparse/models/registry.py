@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -15,18 +14,18 @@ from hf_hisparse.models.dsa import LatentPatch
 PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
 """The model families, the most particular first."""
 
-_PATCHED: WeakKeyDictionary[nn.Module, ModelPatch] = WeakKeyDictionary()
+_ATTRIBUTE = "_hisparse_patch"
+"""Where a decoder carries its patch, so that a copy of the model has its own, and models that share it share one."""
 
 
 class ModelPatch:
     """The hooks on a model's decoder and on its attention modules.
 
     Args:
-        model: A decoder-only transformers model, or one with a text decoder.
+        decoder: The text decoder of a transformers model.
     """
 
-    def __init__(self, model: nn.Module):
-        decoder = model.get_decoder()
+    def __init__(self, decoder: nn.Module):
         self.layers: dict[int, AttentionPatch] = {}
         self.refusals: dict[int, str] = {}
         for module in decoder.modules():
@@ -66,8 +65,6 @@ def patch_model(model: nn.Module) -> ModelPatch:
     Raises:
         ValueError: If the model is an encoder-decoder, or not on transformers' attention interface.
     """
-    if model in _PATCHED:
-        return _PATCHED[model]
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
         raise ValueError(f"`model` must be a transformers model, not {type(model).__name__}")
@@ -76,17 +73,20 @@ def patch_model(model: nn.Module) -> ModelPatch:
             f"`model` is an encoder-decoder ({type(model).__name__}), whose cross-attention a hierarchical cache cannot "
             "serve; use a decoder-only model"
         )
-    patch = ModelPatch(model)
+    decoder = model.get_decoder()
+    if _ATTRIBUTE in decoder.__dict__:
+        return decoder.__dict__[_ATTRIBUTE]
+    patch = ModelPatch(decoder)
     if not patch.layers:
         patch.remove()
         reasons = sorted(set(patch.refusals.values())) or ["no layer is on transformers' attention interface"]
         raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
-    _PATCHED[model] = patch
+    decoder.__dict__[_ATTRIBUTE] = patch
     return patch
 
 
 def unpatch_model(model: nn.Module) -> None:
     """Takes the hooks of `patch_model` off. Nothing happens if there are none."""
-    patch = _PATCHED.pop(model, None)
+    patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)
     if patch is not None:
         patch.remove()
