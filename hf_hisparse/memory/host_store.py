@@ -32,7 +32,7 @@ class HostStore:
     def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device):
         self.rows, self.elements, self.dtype, self.device = rows, elements, dtype, device
         self.item_bytes = elements * dtype.itemsize
-        self.items_per_slab = 1 << max(0, (SLAB_BYTES // self.item_bytes - 1).bit_length())
+        self.items_per_slab = 1 << (-(-SLAB_BYTES // self.item_bytes) - 1).bit_length()
         self.chunks: list[Tensor] = []
         self.table = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
