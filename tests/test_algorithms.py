@@ -1,0 +1,438 @@
+"""What is attended to: every method against a float64 computation that shares no code with it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
+from hf_hisparse.algorithms.base import softmax_mass
+from hf_hisparse.algorithms.rabitq import rotation
+
+
+WIDTH = 16
+SCALE = WIDTH**-0.5
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def zeros(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, built: int | None = None) -> KeyScoring:
+    """The algorithm after a prefill of the first `built` keys and then a token at a time."""
+    rows, tokens, _ = keys.shape
+    built = tokens if built is None else built
+    algorithm.construct_representations(keys[:, :built], 0, zeros(rows) if starts is None else starts)
+    for t in range(built, tokens):
+        algorithm.update_representations(keys[:, t], torch.full((rows,), t), t + 1)
+    return algorithm
+
+
+def valid_tokens(tokens: int, starts: Tensor, lengths: Tensor) -> Tensor:
+    position = torch.arange(tokens)
+    return (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+
+
+def decoded(algorithm: RaBitQ, tokens: int) -> Tensor:
+    """The keys as their bits and scales say, `[rows, tokens, width]` float64, centred and rotated."""
+    bits = algorithm.representations["bits"][:, :tokens].numpy()
+    signs = np.unpackbits(bits, axis=-1, bitorder="little").astype(np.float64) * 2 - 1
+    return torch.from_numpy(signs) * algorithm.representations["scale"][:, :tokens].double().unsqueeze(-1)
+
+
+def mass(logits: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis, summed over the group, in float64."""
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)).sum(1)
+
+
+# ---- Quest -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("built", [1, 7, 64, 101])
+def test_the_bound_bounds_every_product(dtype, built):
+    keys, query = draw(3, 101, WIDTH, dtype=dtype), draw(3, 4, WIDTH, seed=1, dtype=dtype)
+    algorithm = filled(Quest(page_size=8), keys, built=built)
+    items = 13
+    bound = algorithm.bound(query, items).double()
+    products = query.double() @ keys.double().transpose(1, 2)
+    products = torch.nn.functional.pad(products, (0, items * 8 - 101), value=-torch.inf).unflatten(-1, (items, 8))
+    # Both are sums of `WIDTH` float32 products; only their rounding may come between them.
+    slack = WIDTH * torch.finfo(torch.float32).eps * (query.double().abs().sum(-1) * keys.abs().max()).unsqueeze(-1)
+    assert (bound + slack >= products.amax(-1)).all()
+    # The bound is that of the box and no larger: every coordinate is some key's.
+    pages = torch.nn.functional.pad(keys.double(), (0, 0, 0, items * 8 - 101), value=torch.nan).unflatten(1, (items, 8))
+    low, high = pages.nan_to_num(torch.inf).amin(2), pages.nan_to_num(-torch.inf).amax(2)
+    q = query.double().unsqueeze(2)
+    box = torch.maximum(q * low.unsqueeze(1), q * high.unsqueeze(1)).sum(-1)
+    assert (bound - box).abs().le(slack).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 10_000))
+def test_the_bound_bounds_for_any_page_size(page_size, tokens, seed):
+    keys, query = draw(2, tokens, 4, seed=seed), draw(2, 1, 4, seed=seed + 1)
+    built = 1 + seed % tokens
+    algorithm = filled(Quest(page_size=page_size), keys, built=built)
+    items = -(-tokens // page_size)
+    bound = algorithm.bound(query, items)
+    for token in range(tokens):
+        product = (query[:, 0] * keys[:, token]).sum(-1)
+        assert (bound[:, 0, token // page_size] >= product - 1e-5).all()
+
+
+def test_pages_of_one_token_score_their_product():
+    keys, query = draw(2, 30, WIDTH), draw(2, 3, WIDTH, seed=1)
+    algorithm = filled(Quest(page_size=1), keys)
+    products = query.double() @ keys.double().transpose(1, 2)
+    torch.testing.assert_close(algorithm.bound(query, 30), products.float())
+
+
+def test_quest_scores_are_the_softmax_of_the_bound():
+    keys, query = draw(2, 50, WIDTH) * 3, draw(2, 4, WIDTH, seed=1) * 3
+    algorithm = filled(Quest(page_size=8), keys)
+    starts, lengths = torch.tensor([0, 20]), torch.tensor([50, 50])
+    filled(algorithm, keys, starts)
+    score = algorithm.score(query, 7, SCALE, valid_tokens(56, starts, lengths))
+    for row in range(2):
+        first = int(starts[row]) // 8
+        logits = np.full((1, 4, 7), -np.inf)
+        for page in range(first, 7):
+            held = keys[row, max(page * 8, int(starts[row])) : page * 8 + 8].double().numpy()
+            q = query[row].double().numpy()[:, None]
+            logits[0, :, page] = np.maximum(q * held.min(0), q * held.max(0)).sum(-1)[:, 0] * SCALE
+        np.testing.assert_allclose(score[row].numpy(), mass(logits)[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- RaBitQ ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_the_rotation_is_one(width):
+    matrix = rotation(width, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix.t(), torch.eye(width))
+    assert torch.equal(matrix, rotation(width, torch.device("cpu")))
+    # No channel of the input stands out in any channel of the output.
+    assert matrix.abs().max() < 6 / math.sqrt(width)
+
+
+def test_codes_are_the_signs_and_the_scale_of_centred_rotated_keys():
+    keys = draw(2, 200, 64) + 5 * draw(2, 1, 64, seed=1)
+    algorithm = filled(RaBitQ(), keys)
+    centre = keys.double().mean(1, keepdim=True)
+    torch.testing.assert_close(algorithm.centre.double(), centre, rtol=1e-5, atol=1e-5)
+    x = (keys.double() - centre) @ rotation(64, torch.device("cpu")).double()
+    code = decoded(algorithm, 200)
+    # Float32 may round a coordinate that is next to nothing to the other side.
+    assert ((code > 0) == (x > 0))[x.abs() > 1e-4].all()
+    scale = x.square().sum(-1) / x.abs().sum(-1)
+    half = torch.finfo(torch.float16).eps
+    torch.testing.assert_close(code.abs().amax(-1), scale, rtol=half, atol=0)
+
+
+def errors(width: int, alike: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact centred products, their estimates, and the standard deviation that the paper gives for the difference.
+
+    `alike` is the share of the key in its query: 0 for queries that know nothing of the keys.
+    """
+    keys = draw(4, 1500, width) * (1 + draw(1, 1, width, seed=1).abs() * 3)
+    algorithm = filled(RaBitQ(), keys)
+    matrix = rotation(width, torch.device("cpu")).double()
+    c = keys.double() - algorithm.centre.double()
+    noise = draw(4, 1500, width, seed=2).double()
+    query = alike * c + (1 - alike) * noise * c.square().mean(-1, keepdim=True).sqrt()
+    exact = (query * c).sum(-1)
+    estimate = ((query @ matrix) * decoded(algorithm, 1500)).sum(-1)
+    x = c @ matrix
+    aligned = x.abs().sum(-1) / (math.sqrt(width) * x.square().sum(-1).sqrt())
+    along = exact / c.square().sum(-1).sqrt()
+    across = (query.square().sum(-1) - along.square()).clamp(min=0).sqrt()
+    deviation = c.square().sum(-1).sqrt() * across * (1 / aligned.square() - 1).sqrt() / math.sqrt(width - 1)
+    return exact, estimate, deviation
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_estimate_is_unbiased_and_within_the_papers_bound(width, alike):
+    exact, estimate, deviation = errors(width, alike)
+    error = (estimate - exact) / deviation
+    count = error.numel()
+    # Over many keys and queries the error's mean is that of noise, and its spread is what Theorem 3.2 says.
+    assert error.mean().abs() < 4 / math.sqrt(count)
+    assert 0.95 < error.std() < 1.05
+    # epsilon_0 = 1.9, the paper's choice, and one that hardly anything passes.
+    assert (error.abs() < 1.9).double().mean() > 0.93
+    assert (error.abs() < 4).double().mean() > 0.999
+
+
+def test_the_estimate_of_a_keys_product_with_itself_is_exact():
+    exact, estimate, _ = errors(64, 1.0)
+    torch.testing.assert_close(estimate, exact, rtol=torch.finfo(torch.float16).eps, atol=0)
+
+
+def test_estimates_correlate_with_the_exact_products():
+    keys, query = draw(1, 1500, 128), draw(1, 1, 128, seed=3)
+    algorithm = filled(RaBitQ(), keys)
+    exact = (keys.double() @ query[0, 0].double())[0]
+    estimate = (decoded(algorithm, 1500) @ (query[0, 0] @ rotation(128, torch.device("cpu"))).double())[0]
+    correlation = np.corrcoef(exact, estimate)[0, 1]
+    # sqrt(2 / pi), what the signs of a Gaussian vector keep of it.
+    assert correlation == pytest.approx(math.sqrt(2 / math.pi), abs=0.03)
+
+
+def test_rabitq_scores_are_the_softmax_of_the_estimate():
+    keys, query = draw(2, 50, 64) * 2, draw(2, 4, 64, seed=1) * 2
+    starts, lengths = torch.tensor([0, 13]), torch.tensor([50, 50])
+    algorithm = filled(RaBitQ(page_size=4), keys, starts)
+    valid = valid_tokens(52, starts, lengths)
+    score = algorithm.score(query, 13, 0.125, valid)
+    rotated = query.double() @ rotation(64, torch.device("cpu")).double() * 0.125
+    logits = (rotated @ decoded(algorithm, 50).transpose(1, 2)).numpy()
+    logits = np.pad(logits, ((0, 0), (0, 0), (0, 2)), constant_values=-np.inf)
+    logits = np.where(valid.unsqueeze(1).numpy(), logits, -np.inf)
+    expected = mass(logits).reshape(2, 13, 4).sum(-1)
+    np.testing.assert_allclose(score.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
+    keys, query = draw(2, 50, WIDTH), draw(2, 4, WIDTH, seed=1)
+    algorithm = filled(RaBitQ(page_size=4), keys)
+    valid = valid_tokens(52, zeros(2), torch.tensor([50, 50]))
+    whole = algorithm.score(query, 13, SCALE, valid)
+    monkeypatch.setattr(RaBitQ, "block", 7)
+    torch.testing.assert_close(algorithm.score(query, 13, SCALE, valid), whole)
+
+
+def test_keys_that_are_all_the_same_are_no_trouble():
+    keys = draw(1, 1, WIDTH).expand(1, 40, WIDTH)
+    algorithm = filled(RaBitQ(sink_tokens=1, recent_tokens=1), keys)
+    selection = algorithm.retrieve_topk(draw(1, 2, WIDTH, seed=1), 4, 10, SCALE, zeros(1), torch.tensor([40]))
+    assert sorted(set(selection[0].tolist())) == selection[0].tolist() and len(selection[0]) == 4
+
+
+# ---- every method that scores keys -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=sorted(ALGORITHMS))
+def method(request) -> type[KeyScoring]:
+    return ALGORITHMS[request.param]
+
+
+def assert_same_representation(a: KeyScoring, b: KeyScoring, entries: int) -> None:
+    """Equal but for what a float32 matrix product's rounding explains."""
+    assert a.representations.tensors.keys() == b.representations.tensors.keys()
+    for name, tensor in a.representations.tensors.items():
+        left, right = tensor[:, :entries], b.representations[name][:, :entries]
+        if name == "bits":
+            differ = np.unpackbits((left ^ right).numpy()).mean()
+            assert differ < 1e-3
+        else:
+            torch.testing.assert_close(left, right, rtol=2 * torch.finfo(left.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("built", [1, 5, 16, 39])
+def test_token_by_token_equals_a_prefill(method, built, monkeypatch):
+    monkeypatch.setattr(RaBitQ, "centre_tokens", 1)
+    keys = draw(3, 40, WIDTH)
+    whole, grown = filled(method(page_size=4), keys), filled(method(page_size=4), keys, built=built)
+    assert_same_representation(whole, grown, 40 // whole.granularity)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(sorted(ALGORITHMS)), st.integers(1, 6), st.lists(st.integers(1, 15), min_size=1, max_size=5))
+def test_chunks_equal_a_prefill(name, page_size, chunks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RaBitQ, "centre_tokens", 1)
+        tokens = sum(chunks)
+        keys = draw(2, tokens, WIDTH)
+        whole, grown = filled(ALGORITHMS[name](page_size), keys), ALGORITHMS[name](page_size)
+        length = 0
+        for chunk in chunks:
+            # A chunk begins with the page that is being filled, as the coordinator hands it over.
+            start = length // page_size * page_size
+            length += chunk
+            grown.construct_representations(keys[:, start:length], start, zeros(2))
+        assert_same_representation(whole, grown, -(-tokens // whole.granularity))
+
+
+def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
+    """After a cut, the page that is being filled is constructed anew, without the tokens that went."""
+    monkeypatch.setattr(RaBitQ, "centre_tokens", 1)
+    keys, other = draw(2, 40, WIDTH), draw(2, 40, WIDTH, seed=1) * 10
+    algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
+    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2))
+    for t in range(19, 40):
+        algorithm.update_representations(keys[:, t], torch.full((2,), t), t + 1)
+    assert_same_representation(filled(method(page_size=8), keys), algorithm, 40 // algorithm.granularity)
+
+
+def test_padding_leaves_no_trace(method):
+    keys, query = draw(2, 40, WIDTH), draw(2, 3, WIDTH, seed=1)
+    starts, lengths = torch.tensor([0, 21]), torch.tensor([40, 40])
+    loud = keys.clone()
+    loud[1, :21] = 1000
+    valid = valid_tokens(40, starts, lengths)
+    quiet = filled(method(page_size=4), keys, starts)
+    shouted = filled(method(page_size=4), loud, starts)
+    score = shouted.score(query, 10, SCALE, valid)
+    assert torch.equal(quiet.score(query, 10, SCALE, valid), score)
+    assert not score[1, :5].any() and score.isfinite().all()
+
+
+def chosen(algorithm: KeyScoring, scores: Tensor, k: int, starts: Tensor, lengths: Tensor) -> list[dict]:
+    """What must be selected, said plainly: a row's kept items, and how high the others have to score."""
+    rows = []
+    size = algorithm.page_size
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        inside = sorted({t // size for t in range(start, length)})
+        kept = {t // size for t in range(start, min(start + max(algorithm.sink_tokens, 1), length))}
+        kept |= {t // size for t in range(max(start, length - max(algorithm.recent_tokens, 1)), length)}
+        others = sorted((float(scores[row, i]) for i in inside if i not in kept), reverse=True)
+        count = min(k, len(inside))
+        free = count - len(kept)
+        rows.append({"inside": inside, "kept": kept, "count": count, "least": others[free - 1] if free else math.inf})
+    return rows
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
+    name = data.draw(st.sampled_from(sorted(ALGORITHMS)))
+    page_size, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
+    algorithm = ALGORITHMS[name](page_size, data.draw(st.integers(0, 6)), data.draw(st.integers(0, 9)))
+    rows, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
+    starts = torch.tensor(data.draw(st.lists(st.integers(0, tokens - 1), min_size=rows, max_size=rows)))
+    k = data.draw(st.integers(algorithm.kept_items, algorithm.kept_items + 6))
+    keys, query = draw(rows, tokens, WIDTH, seed=seed), draw(rows, 2, WIDTH, seed=seed + 1)
+    filled(algorithm, keys, starts)
+    items, lengths = -(-tokens // page_size), torch.full((rows,), tokens)
+    selection = algorithm.retrieve_topk(query, k, items, SCALE, starts, lengths)
+    scores = algorithm.score(query, items, SCALE, valid_tokens(items * page_size, starts, lengths))
+
+    assert selection.dtype == torch.int32 and selection.shape == (rows, min(k, items))
+    for row, expected in enumerate(chosen(algorithm, scores, k, starts, lengths)):
+        ids = [i for i in selection[row].tolist() if i >= 0]
+        assert selection[row].tolist() == ids + [-1] * (selection.shape[1] - len(ids))
+        assert ids == sorted(set(ids)) and set(ids) <= set(expected["inside"])
+        assert len(ids) == expected["count"] and expected["kept"] <= set(ids)
+        assert len(expected["kept"]) <= algorithm.kept_items
+        assert all(scores[row, i] >= expected["least"] for i in set(ids) - expected["kept"])
+
+
+def test_everything_is_selected_while_it_fits(method):
+    keys = draw(2, 30, WIDTH)
+    algorithm = filled(method(page_size=4, sink_tokens=1, recent_tokens=1), keys)
+    selection = algorithm.retrieve_topk(draw(2, 2, WIDTH, seed=1), 20, 8, SCALE, zeros(2), torch.tensor([30, 30]))
+    assert selection.tolist() == [list(range(8))] * 2
+
+
+def test_a_key_that_stands_out_is_found(method):
+    """A page with one key far along the query is selected, wherever it lies."""
+    query = draw(1, 1, WIDTH, seed=5)
+    for needle in range(8, 90, 9):
+        keys = draw(1, 100, WIDTH)
+        keys[0, needle] = 4 * query[0, 0]
+        algorithm = filled(method(page_size=4, sink_tokens=4, recent_tokens=4), keys)
+        selection = algorithm.retrieve_topk(query, 6, 25, SCALE, zeros(1), torch.tensor([100]))
+        assert needle // 4 in selection[0].tolist()
+
+
+def test_rows_are_independent(method):
+    keys, query = draw(4, 50, WIDTH), draw(4, 2, WIDTH, seed=1)
+    starts, lengths = torch.tensor([0, 5, 33, 0]), torch.full((4,), 50)
+    algorithm = filled(method(4, 1, 1), keys, starts)
+    together = algorithm.retrieve_topk(query, 6, 13, SCALE, starts, lengths)
+    for row in range(4):
+        some = slice(row, row + 1)
+        alone = filled(method(4, 1, 1), keys[some], starts[some])
+        assert torch.equal(alone.retrieve_topk(query[some], 6, 13, SCALE, starts[some], lengths[some]), together[some])
+
+
+def test_heads_are_normalised_before_they_are_summed():
+    """A head with large logits has one vote, like any other."""
+    logits = torch.tensor([[[1000.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    score = softmax_mass(logits, torch.ones(1, 3, dtype=torch.bool))
+    assert score.argmax() == 1
+    assert score.sum() == pytest.approx(4)
+
+
+def test_a_row_of_padding_has_no_mass():
+    score = softmax_mass(torch.zeros(2, 3, 5), torch.tensor([[True] * 5, [False] * 5]))
+    assert score[0].sum() == pytest.approx(3) and not score[1].any()
+
+
+# ---- the lightning indexer -------------------------------------------------------------------------------------------
+
+
+def indexer(batch: int, tokens: int, width: int = 8, seed: int = 0) -> tuple[LightningIndexer, Tensor]:
+    keys = draw(batch, tokens, width, seed=seed)
+    algorithm = LightningIndexer()
+    for chunk in keys.split(7, dim=1):
+        algorithm.extend(chunk)
+    return algorithm, keys
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_the_indexer_selects_by_the_plain_expression(data):
+    """Against `sum_h w_h relu(scale q_h . k)`, written out as `[batch, query, heads, keys]` in float64."""
+    batch, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    queries, heads, seed = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4)), data.draw(st.integers(0, 1000))
+    k = data.draw(st.integers(1, 50))
+    algorithm, keys = indexer(batch, tokens, seed=seed)
+    algorithm.block = data.draw(st.sampled_from([1, 5, 64, 1 << 24]))
+    query, weights = draw(batch, queries, heads, 8, seed=seed + 1), draw(batch, queries, heads, seed=seed + 2)
+    visible = torch.rand(batch, queries, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
+    mask = visible
+    if data.draw(st.booleans()):
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+    selection = algorithm.retrieve_topk(query, weights, 0.3, mask, k)
+    products = torch.einsum("bqhd,bkd->bqhk", query.double(), keys.double())
+    scores = (weights.double().unsqueeze(-1) * (0.3 * products).relu()).sum(2)
+    assert selection.dtype == torch.int32 and selection.shape == (batch, queries, min(k, tokens))
+    for b in range(batch):
+        for q in range(queries):
+            ids = [i for i in selection[b, q].tolist() if i >= 0]
+            seen = visible[b, q].nonzero().squeeze(1).tolist()
+            assert selection[b, q].tolist() == ids + [-1] * (min(k, tokens) - len(ids))
+            assert ids == sorted(set(ids)) and set(ids) <= set(seen) and len(ids) == min(k, len(seen))
+            left = [scores[b, q, i] for i in set(seen) - set(ids)]
+            if left:
+                assert min(scores[b, q, i] for i in ids) >= max(left) - 1e-5
+
+
+def test_the_indexer_forgets_what_is_cut():
+    algorithm, keys = indexer(2, 30)
+    algorithm.truncate(11)
+    more = draw(2, 5, 8, seed=9)
+    algorithm.extend(more)
+    assert algorithm.tokens == 16
+    assert torch.equal(algorithm.representations["keys"][:, :16], torch.cat((keys[:, :11], more), dim=1))
+
+
+def test_the_indexer_follows_its_batch():
+    algorithm, keys = indexer(3, 20)
+    algorithm.select_batch(torch.tensor([2, 0, 0, 1]))
+    assert torch.equal(algorithm.representations["keys"][:, :20], keys[[2, 0, 0, 1]])
+
+
+def test_the_indexer_computes_in_float32():
+    """Bfloat16 keys and queries are scored exactly: a bfloat16 product would tie these two."""
+    algorithm = LightningIndexer()
+    algorithm.extend(torch.tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16))
+    query = torch.tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
+    seen = torch.ones(1, 1, 2, dtype=torch.bool)
+    assert algorithm.retrieve_topk(query, torch.ones(1, 1, 1), 1.0, seen, 1).item() == 0
+    assert algorithm.retrieve_topk(query, -torch.ones(1, 1, 1), 1.0, seen, 1).item() == 1
