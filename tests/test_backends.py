@@ -1,0 +1,173 @@
+"""The reference attention backend against softmax attention in float64, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_hisparse.backends import ReferenceBackend
+from hf_hisparse.layout import ItemLayout
+
+
+def attention(query, keys, values, seen, scale, softcap=None, sinks=None) -> Tensor:
+    """One row, written out: `[heads, width]` queries over the tokens `seen` of `[tokens, width]` keys and values."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    output = torch.zeros(len(query), values.shape[1], dtype=torch.float64)
+    for head in range(len(query)):
+        logits = {t: float(query[head] @ keys[t]) * scale for t in seen}
+        if softcap is not None:
+            logits = {t: softcap * math.tanh(logit / softcap) for t, logit in logits.items()}
+        sink = [] if sinks is None else [float(sinks[head])]
+        if not logits:
+            continue
+        top = max([*logits.values(), *sink])
+        total = sum(math.exp(logit - top) for logit in [*logits.values(), *sink])
+        for t, logit in logits.items():
+            output[head] += math.exp(logit - top) / total * values[t]
+    return output
+
+
+class Case:
+    """A history of which some items lie in a buffer, at random slots, among items that nobody asked for."""
+
+    def __init__(self, layout: ItemLayout, tokens: int, k: int, rows: int = 3, heads: int = 4, seed: int = 0, **dtype):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(**dtype)
+
+        self.layout, self.rows, self.tokens = layout, rows, tokens
+        self.parts = tuple(draw(rows, tokens, width) for width in layout.widths)
+        self.query = draw(rows, heads, layout.key[1])
+        self.sinks = draw(rows, heads)
+        self.starts = torch.randint(0, tokens, (rows,), generator=generator)
+        self.starts[0] = 0
+        self.lengths = torch.full((rows,), tokens)
+        items = layout.items(tokens)
+        k = min(k, items)
+        self.selection = torch.stack([torch.randperm(items, generator=generator)[:k] for _ in range(rows)]).int()
+        self.selection = self.selection.sort(dim=1).values
+        hidden = torch.rand(rows, k, generator=generator) < 0.2
+        self.selection = self.selection.masked_fill(hidden, -1)
+        packed = layout.pack(self.parts)
+        # Loud bytes wherever nothing valid lies: in other slots, and after the last token of a part-filled page.
+        self.buffer = torch.full((rows, k + 5, layout.elements), 999.0).to(**dtype)
+        self.slots = torch.stack([torch.randperm(k + 5, generator=generator)[:k] for _ in range(rows)]).int()
+        self.slots = self.slots.masked_fill(hidden, -1)
+        filled = layout.pack([torch.ones_like(part) for part in self.parts]).bool()
+        for row in range(rows):
+            for item, slot in zip(self.selection[row].tolist(), self.slots[row].tolist(), strict=True):
+                if item >= 0:
+                    self.buffer[row, slot] = torch.where(filled[row, item], packed[row, item], 999.0)
+
+    def attend(self, buffer: Tensor | None = None, slots: Tensor | None = None, **options) -> Tensor:
+        return ReferenceBackend().attend(
+            self.query,
+            self.buffer if buffer is None else buffer,
+            self.slots if slots is None else slots,
+            self.selection,
+            self.starts,
+            self.lengths,
+            self.layout,
+            0.3,
+            **options,
+        )
+
+    def expected(self, **options) -> Tensor:
+        latent = self.layout.key[0] == self.layout.value[0]
+        keys = torch.cat(self.parts, dim=-1) if latent else self.parts[0]
+        values = self.parts[0] if latent else self.parts[1]
+        outputs = []
+        for row in range(self.rows):
+            size, start = self.layout.page_size, int(self.starts[row])
+            tokens = [i * size + t for i in self.selection[row].tolist() if i >= 0 for t in range(size)]
+            seen = [t for t in tokens if start <= t < self.tokens]
+            some = {name: value[row] if name == "sinks" else value for name, value in options.items()}
+            outputs.append(attention(self.query[row], keys[row], values[row], seen, 0.3, **some))
+        return torch.stack(outputs)
+
+
+LAYOUTS = {
+    "pages": ItemLayout.page_head(4, 16, 12),
+    "single tokens": ItemLayout.page_head(1, 16, 16),
+    "latent": ItemLayout.token(16, 8),
+}
+
+
+@pytest.mark.parametrize("options", [(), ("softcap",), ("sinks",), ("softcap", "sinks")], ids="+".join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_against_float64(layout, options):
+    case = Case(LAYOUTS[layout], tokens=50, k=9)
+    given = {"softcap": {"softcap": 1.5}, "sinks": {"sinks": case.sinks}}
+    chosen = {name: value for option in options for name, value in given[option].items()}
+    torch.testing.assert_close(case.attend(**chosen), case.expected(**chosen).float())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 30), st.integers(1, 12), st.integers(0, 1000))
+def test_against_float64_with_random_masks(layout, tokens, k, seed):
+    """Part-filled pages, padding on the left, and selections with holes."""
+    case = Case(LAYOUTS[layout], tokens, k, heads=2, seed=seed)
+    torch.testing.assert_close(case.attend(), case.expected().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype):
+    """Inputs are exact in float32 and so is the arithmetic: the output is right to its own dtype's half ulp, or so."""
+    case = Case(LAYOUTS["pages"], tokens=50, k=9, dtype=dtype)
+    output = case.attend()
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), case.expected(), rtol=torch.finfo(dtype).eps / 2 + 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_an_item_lies_changes_no_bit(layout, dtype):
+    case = Case(LAYOUTS[layout], tokens=60, k=10, dtype=dtype)
+    expected = case.attend()
+    generator = torch.Generator().manual_seed(7)
+    for slots in (15, 40):
+        for _ in range(5):
+            buffer = torch.randn(3, slots, case.layout.elements, generator=generator).to(dtype)
+            moved = torch.full_like(case.slots, -1)
+            for row in range(3):
+                places = torch.randperm(slots, generator=generator)
+                for column, slot in enumerate(case.slots[row].tolist()):
+                    if slot >= 0:
+                        moved[row, column] = places[column]
+                        buffer[row, places[column]] = case.buffer[row, slot]
+            assert torch.equal(case.attend(buffer, moved), expected)
+
+
+@pytest.mark.parametrize("loud", [torch.inf, torch.nan, 1e30])
+def test_bytes_beyond_the_valid_tokens_do_not_matter(loud):
+    case = Case(LAYOUTS["pages"], tokens=50, k=9)
+    expected = case.attend()
+    assert torch.equal(case.attend(case.buffer.masked_fill(case.buffer == 999, loud)), expected)
+
+
+def test_a_row_that_selects_nothing_gives_zeros():
+    case = Case(LAYOUTS["pages"], tokens=20, k=3)
+    case.selection[1] = -1
+    case.slots[1] = -1
+    output = case.attend()
+    assert not output[1].any()
+    assert torch.equal(case.attend(sinks=case.sinks)[1], output[1])
+    torch.testing.assert_close(output, case.expected().float())
+
+
+def test_sinks_take_their_share():
+    """A sink as large as the only logit halves the output; one that is far larger takes all of it."""
+    layout = ItemLayout.page_head(1, 2, 2)
+    buffer = torch.tensor([[[1.0, 0.0, 3.0, 5.0]]])
+    one = torch.tensor([[0]], dtype=torch.int32)
+    args = (torch.tensor([[[2.0, 0.0]]]), buffer, one, one, torch.tensor([0]), torch.tensor([1]), layout, 0.5)
+    attend = ReferenceBackend().attend
+    assert attend(*args).tolist() == [[[3.0, 5.0]]]
+    assert attend(*args, sinks=torch.tensor([[1.0]])).tolist() == [[[1.5, 2.5]]]
+    assert attend(*args, sinks=torch.tensor([[200.0]])).abs().max() < 1e-30
