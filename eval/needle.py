@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--essays", type=Path, help="JSON file with the essays; without it, generated prose")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=True, help="answers are the same")
     parser.add_argument("--output", type=Path, default=Path("eval/results/needle.json"))
     args = parser.parse_args()
 
@@ -78,7 +79,7 @@ def main() -> None:
             bar.update()
             for (name, budget), _ in kept.items():
                 cache = HierarchicalSparseCache.from_dense(
-                    model, copy.deepcopy(dense), top_k=budget, **METHODS[name]
+                    model, copy.deepcopy(dense), top_k=budget, offload=args.offload, **METHODS[name]
                 )
                 kept[name, budget] += str(number) in answer(model, tokenizer, ids, cache, 10)
             unpatch_model(model)
@@ -86,7 +87,7 @@ def main() -> None:
         for (name, budget), count in kept.items():
             rows.append({"text": kind, "method": name, "budget": budget, "dense_right": right, "kept": count, "tried": tried})
             print(f"{kind:7s} {name:20s} {budget:5d}  {count} of {right}")
-    write_results(args.output, rows, environment=environment())
+    write_results(args.output, rows, environment=environment(args.device))
 
 
 if __name__ == "__main__":

@@ -82,10 +82,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="decode steps an essay")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--essays", type=Path, help="JSON file with the essays; without it, generated prose")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("eval/results/selection.json"))
     args = parser.parse_args()
 
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = load_model(args.model, args.device)
     kept: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     nbytes: dict[str, float] = {}
 
@@ -94,7 +95,7 @@ def main() -> None:
             batch, kv_heads, tokens, width = key.shape
             grouped, keys = query.reshape(kv_heads, -1, width), key.flatten(0, 1)
             true = (grouped.float() @ keys.float().transpose(1, 2) * scaling).softmax(-1)
-            starts = torch.zeros(kv_heads, dtype=torch.int64)
+            starts = torch.zeros(kv_heads, dtype=torch.int64, device=key.device)
             lengths = torch.full_like(starts, tokens)
             for keep in ((4, 64), (4, 1), (4, 128)):
                 for name, make in variants(keep).items():
@@ -120,7 +121,7 @@ def main() -> None:
     stride = 40_000
     for text in tqdm(range(args.texts), desc="texts"):
         prose = essays(args.essays, start=text * stride, characters=6 * args.context)
-        ids = tokenizer(prose, return_tensors="pt").input_ids[:, : args.context]
+        ids = tokenizer(prose, return_tensors="pt").input_ids[:, : args.context].to(args.device)
         cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             model.set_attn_implementation("sdpa")
@@ -135,7 +136,7 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{row['method']:38s} keep {row['kept']:8s} {row['gpu_bytes']:6.1f} B  {row['budget']:5d}  {row['mass']:.3f}")
-    write_results(args.output, rows, environment=environment())
+    write_results(args.output, rows, environment=environment(args.device))
 
 
 if __name__ == "__main__":
