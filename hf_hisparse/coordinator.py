@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -125,9 +126,8 @@ class SparseCoordinator:
         else:
             starts = first_tokens(mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
-            begin = self.length // self.memory.layout.page_size * self.memory.layout.page_size
             self.memory.reserve(self.length + new)
-            self._store(full, begin, starts)
+            self._store(full, self._aligned(self.length), starts)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
         return full
@@ -175,6 +175,11 @@ class SparseCoordinator:
         self.memory.write(rows, start)
         self.algorithm.construct_representations(rows[0], start, self.starts)
 
+    def _aligned(self, token: int) -> int:
+        """The last token at or before `token` that begins both an item and a unit of the representation."""
+        unit = math.lcm(self.memory.layout.page_size, self.algorithm.alignment)
+        return token // unit * unit
+
     def _drop_memory(self) -> None:
         if self.memory is not None:
             self.memory = None
@@ -221,8 +226,7 @@ class SparseCoordinator:
             self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
             self._drop_memory()
         else:
-            page_size = self.memory.layout.page_size
-            start = (length - 1) // page_size * page_size
+            start = self._aligned(length - 1)
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)
             self.algorithm.construct_representations(keys, start, self.starts)

@@ -58,13 +58,18 @@ class SparseAlgorithm(ABC):
         """Bytes of representation on the device."""
         return self.representations.nbytes
 
+    @property
+    def alignment(self) -> int:
+        """Tokens at multiples of which a representation can be built anew, given the keys from there on."""
+        return 1
+
     @abstractmethod
     def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
         """(Re)builds the representation of tokens from `start` on, after a prefill.
 
         Args:
-            keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`; `start` begins an item.
-            start: Index of the first of them.
+            keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest.
+            start: Index of the first of them, a multiple of `alignment`.
             starts: `[rows]` int64, the first token of each row that is not padding.
         """
 
@@ -116,6 +121,10 @@ class KeyScoring(SparseAlgorithm):
         return f"{type(self).__name__}(page_size={self.page_size})"
 
     @property
+    def alignment(self) -> int:
+        return self.page_size
+
+    @property
     def granularity(self) -> int:
         """Tokens that one entry of the representation stands for: the page, or a divisor of it."""
         return self.page_size
@@ -126,12 +135,13 @@ class KeyScoring(SparseAlgorithm):
         sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
         return (sink + self.page_size - 2) // self.page_size + (recent + self.page_size - 2) // self.page_size + 2
 
-    @abstractmethod
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         """Represents keys `[rows, n, granularity, width]` as entries `[rows, n, ...]`.
 
-        `valid` `[rows, n, granularity]` bool is False for padding, which must leave no trace.
+        `valid` `[rows, n, granularity]` bool is False for padding, which must leave no trace. A method whose entries
+        depend on more than their own keys overrides `construct_representations` and `update_representations` instead.
         """
+        raise NotImplementedError
 
     def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         """The entry `[rows, 1, ...]` of the tokens of both. Needed only where `granularity > 1`."""
@@ -148,16 +158,20 @@ class KeyScoring(SparseAlgorithm):
             valid: `[rows, items * page_size]` bool, the tokens that can be attended to.
         """
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    @staticmethod
+    def cut(keys: Tensor, start: int, starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which of them are valid."""
         rows, tokens, width = keys.shape
-        size = self.granularity
-        entries = -(-tokens // size)
-        position = start + torch.arange(entries * size, device=keys.device)
+        n = -(-tokens // size)
+        position = start + torch.arange(n * size, device=keys.device)
         valid = (position >= starts.unsqueeze(1)) & (position < start + tokens)
-        padded = keys.new_zeros(rows, entries * size, width)
+        padded = keys.new_zeros(rows, n * size, width)
         padded[:, :tokens] = keys
-        entry = self.represent(padded.view(rows, entries, size, width), valid.view(rows, entries, size))
-        self.representations.write(entry, start // size)
+        return padded.view(rows, n, size, width), valid.view(rows, n, size)
+
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+        size = self.granularity
+        self.representations.write(self.represent(*self.cut(keys, start, starts, size)), start // size)
 
     def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
         rows = torch.arange(len(key), device=key.device)

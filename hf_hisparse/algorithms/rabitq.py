@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from hf_hisparse.algorithms.base import KeyScoring, softmax_mass
+from hf_hisparse.algorithms.base import KeyScoring, Representations, softmax_mass
 
 
 @lru_cache
@@ -21,50 +22,88 @@ def rotation(width: int, device: torch.device) -> Tensor:
 class RaBitQ(KeyScoring):
     """Keeps the signs of each centred and rotated key, and one scale.
 
-    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then (R q) . (a sign(x)) is an unbiased
-    estimate of q . c, and q . centre is the same for every token, so that softmax does not see it. The centre is the
-    mean of the first keys of the sequence, so that bits never need recomputing and do not depend on how the prompt was cut.
+    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then q . centre + (R q) . (a sign(x)) is an
+    unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by the mean
+    key of the block before it, which follows the slow turns of the rotary embedding and is known when a token arrives,
+    so that bits never need recomputing. A sequence's first block is centred by its own mean.
     """
 
     page_size = 4
     granularity = 1
-    block = 16384
-    """Tokens whose bits are unpacked at a time."""
-
-    centre_tokens = 1024
-    """Tokens whose keys are averaged."""
+    block = 1024
+    """Tokens a block."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.centre: Tensor | None = None
+        self.forget()
 
     def forget(self) -> None:
         super().forget()
-        self.centre = None
+        self.centres = Representations()
+        self.filling: tuple[Tensor, Tensor] | None = None
+        """Sum `[rows, width]` float32 and number `[rows, 1]` of the keys of the newest block."""
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.centres.nbytes
+
+    @property
+    def alignment(self) -> int:
+        return math.lcm(self.page_size, self.block)
 
     def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
-        if self.centre is None:
-            position = start + torch.arange(keys.shape[1], device=keys.device)
-            first = starts.unsqueeze(1)
-            valid = ((position >= first) & (position < first + self.centre_tokens)).unsqueeze(-1)
-            self.centre = (keys.float() * valid).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
-        super().construct_representations(keys, start, starts)
+        blocks, valid = self.cut(keys, start, starts, self.block)
+        sums = (blocks * valid.unsqueeze(-1)).sum(2, dtype=torch.float32)
+        counts = valid.sum(2).unsqueeze(-1)
+        means = sums / counts.clamp(min=1)
+        first = start // self.block
+        if first:
+            # The block before this one is whole, and its mean centred the block that is built anew.
+            before, begun = self.centres["centre"][:, first : first + 1].float(), torch.ones_like(counts[:, :1])
+        else:
+            before, begun = means[:, :1], torch.zeros_like(counts[:, :1])
+        before = torch.cat((before, means[:, :-1]), dim=1)
+        begun = torch.cat((begun, counts[:, :-1]), dim=1)
+        self.centres.write({"centre": torch.where(begun > 0, before, means).to(keys.dtype)}, first)
+        self.filling = sums[:, -1], counts[:, -1]
+        centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)
+        entries = self.encode((blocks.float() - centre).flatten(1, 2)[:, : keys.shape[1]])
+        self.representations.write(entries, start)
 
-    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
-        x = (keys.squeeze(2).float() - self.centre) @ rotation(keys.shape[-1], keys.device)
+    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+        rows = torch.arange(len(key), device=key.device)
+        block = position // self.block
+        opens = (position % self.block == 0).unsqueeze(1)
+        total, count = self.filling
+        self.centres.reserve(self.centres.tensors, -(-tokens // self.block))
+        centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), self.centres["centre"][rows, block])
+        self.centres["centre"][rows, block] = centre
+        self.filling = torch.where(opens, 0, total) + key, torch.where(opens, 0, count) + 1
+        self.representations.reserve(self.representations.tensors, tokens)
+        for name, entry in self.encode((key.float() - centre.float()).unsqueeze(1)).items():
+            self.representations[name][rows, position] = entry.squeeze(1)
+
+    @staticmethod
+    def encode(centred: Tensor) -> dict[str, Tensor]:
+        """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8 and scales `[rows, n]` float16."""
+        x = centred @ rotation(centred.shape[-1], centred.device)
         scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
         return {"bits": bits.sum(-1, dtype=torch.uint8), "scale": scale.to(torch.float16)}
 
     def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
         tokens = min(items * self.page_size, self.representations["bits"].shape[1])
-        query = (query.float() * scale) @ rotation(query.shape[-1], query.device)
+        query = query.float() * scale
+        rotated = query @ rotation(query.shape[-1], query.device)
+        offset = query @ self.centres["centre"].float().transpose(1, 2)
         logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
         shifts = torch.arange(8, dtype=torch.uint8, device=query.device)
-        for low in range(0, tokens, self.block):
-            high = min(low + self.block, tokens)
+        # Unpacked signs are 32 times the bits: a few blocks at a time.
+        for low in range(0, tokens, 16 * self.block):
+            high = min(low + 16 * self.block, tokens)
             bits = self.representations["bits"][:, low:high].unsqueeze(-1) >> shifts & 1
             signs = bits.flatten(-2).float() * 2 - 1
             scales = self.representations["scale"][:, low:high].float().unsqueeze(1)
-            logits[:, :, low:high] = query @ signs.transpose(1, 2) * scales
+            blocks = torch.arange(low, high, device=query.device) // self.block
+            logits[:, :, low:high] = rotated @ signs.transpose(1, 2) * scales + offset[:, :, blocks]
         return softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
