@@ -1,8 +1,8 @@
 """How fast the kernels are, and what bounds them: `python -m eval.bench_kernels`.
 
-A step runs in a replayed CUDA graph between two CUDA events, with a selection it has not seen. Times are medians, and the
-share of items missed is what the counters say. There are two ways to go through a model: `one` layer's history replayed,
-which stays in the address-translation caches, and the layers of a model in `turn`. In the same run:
+A step runs in a replayed CUDA graph between two CUDA events, with a selection it has not seen. Times are medians, and
+the share of items missed is what the counters say. There are two ways to go through a model: `one` layer's history
+replayed, which stays in the address-translation caches, and the layers of a model in `turn`. In the same run:
 
 - `gather`: a kernel that only reads as many missed items from the same histories, in the best of several launch shapes;
 - `no copy`: the swap-in without its copy, what the mechanism costs;
