@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,7 +143,7 @@ class Bench:
         torch.cuda.synchronize()
         return [1e3 * begin.elapsed_time(end) for begin, end, _ in zip(*self._events, graphs, strict=False)]
 
-    def time(self, steps: list[Callable[[], object]], refresh: Callable[[], object] = lambda: None) -> float:
+    def time(self, steps: Sequence[Callable[[], object]], refresh: Callable[[], object] = lambda: None) -> float:
         """The median time of a step, us, each a graph of its own. `refresh` makes the inputs of a round of steps."""
         graphs = [self.capture(step) for step in steps]
         times: list[float] = []
@@ -152,7 +152,7 @@ class Bench:
             times += self._replay(graphs)
         return statistics.median(times)
 
-    def time_back_to_back(self, steps: list[Callable[[], object]], refresh: Callable[[], object]) -> float:
+    def time_back_to_back(self, steps: Sequence[Callable[[], object]], refresh: Callable[[], object]) -> float:
         """The median time of a step, us, when one graph runs all of them."""
         graph = self.capture(*steps)
         times = []
