@@ -127,7 +127,7 @@ class SparseCoordinator:
             starts = first_tokens(mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
             self.memory.reserve(self.length + new)
-            self._store(full, self._aligned(self.length), starts)
+            self._store(full, self._aligned(self.length - 1), starts)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
         return full

@@ -69,7 +69,7 @@ class SparseAlgorithm(ABC):
 
         Args:
             keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest.
-            start: Index of the first of them, a multiple of `alignment`.
+            start: Index of the first of them, a multiple of `alignment`: 0, or that of a token represented already.
             starts: `[rows]` int64, the first token of each row that is not padding.
         """
 

@@ -32,6 +32,8 @@ class RaBitQ(KeyScoring):
     granularity = 1
     block = 1024
     """Tokens a block."""
+    in_flight = 16
+    """Blocks that are unpacked at a time: unpacked signs are 32 times the bits."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -98,9 +100,9 @@ class RaBitQ(KeyScoring):
         offset = query @ self.centres["centre"].float().transpose(1, 2)
         logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
         shifts = torch.arange(8, dtype=torch.uint8, device=query.device)
-        # Unpacked signs are 32 times the bits: a few blocks at a time.
-        for low in range(0, tokens, 16 * self.block):
-            high = min(low + 16 * self.block, tokens)
+        span = self.in_flight * self.block
+        for low in range(0, tokens, span):
+            high = min(low + span, tokens)
             bits = self.representations["bits"][:, low:high].unsqueeze(-1) >> shifts & 1
             signs = bits.flatten(-2).float() * 2 - 1
             scales = self.representations["scale"][:, low:high].float().unsqueeze(1)
