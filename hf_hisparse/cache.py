@@ -166,8 +166,13 @@ class HierarchicalSparseCache(Cache):
             else:
                 refused.setdefault(patch.refusals.get(index, "its attention is not on the interface"), []).append(index)
         if not any(isinstance(layer, HierarchicalLayer) for layer in layers):
-            reason = "; ".join(refused) or "it has no full-attention layer outside `dense_layers`"
-            raise ValueError(f"no layer of `model` ({type(model).__name__}) can be hierarchical: {reason}")
+            if refused or self.config.dense_layers:
+                reason = "; ".join(refused) or "it has no full-attention layer outside `dense_layers`"
+                raise ValueError(f"no layer of `model` ({type(model).__name__}) can be hierarchical: {reason}")
+            logger.warning_once(
+                f"{type(model).__name__} has no full-attention layer: its history is bounded by itself, and none of it goes "
+                "to host memory."
+            )
         for reason, indices in refused.items():
             logger.warning_once(f"Layers {indices} of {type(model).__name__} stay dense on the device: {reason}.")
         self._max_length = _max_length(text_config)
@@ -206,12 +211,12 @@ class HierarchicalSparseCache(Cache):
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
-        length = min(coordinator.length for coordinator in coordinators)
+        length = min((coordinator.length for coordinator in coordinators), default=self.get_seq_length())
         for coordinator in coordinators:
             # A forward that failed midway left its tokens in the layers before the failure.
             if coordinator.length > length:
                 coordinator.crop(coordinator.length - length)
-        if length and batch != coordinators[0].batch:
+        if length and coordinators and batch != coordinators[0].batch:
             raise ValueError(
                 f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, or "
                 "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
@@ -246,6 +251,8 @@ class HierarchicalSparseCache(Cache):
 
     def __repr__(self) -> str:
         hierarchical = [layer.coordinator for _, layer in self._hierarchical]
+        if not hierarchical:
+            return f"HierarchicalSparseCache({self.get_seq_length()} tokens, no layer of {len(self.layers)} hierarchical)"
         first = hierarchical[0]
         device = sum(coordinator.device_bytes for coordinator in hierarchical)
         host = sum(coordinator.host_bytes for coordinator in hierarchical)
