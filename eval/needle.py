@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from eval.common import environment, load_model, write_results
+from eval.common import environment, load_model, quiet, write_results
 from eval.texts import TOPICS, answer_prefix, essays, filler, prompt, with_needle
 from hf_hisparse import HierarchicalSparseCache, unpatch_model
 
@@ -27,16 +27,33 @@ METHODS = {
 }
 
 
-def answer(model, tokenizer, ids, cache, tokens: int) -> str:
-    """Continues from a cache that holds all but the last of `ids`."""
+def make_prompts(tokenizer, kind: str, count: int, shortest: int, longest: int, source: Path | None) -> list[dict]:
+    """Prompts of one kind of text, with the number that answers each. The same for the same arguments."""
+    rng = random.Random(kind)
+    prompts = []
+    for _ in range(count):
+        topic, number, tokens = rng.choice(TOPICS), rng.randint(1_000_000, 9_999_999), rng.randint(shortest, longest)
+        text = essays(source, rng.randrange(1_000_000), 8 * tokens) if kind == "essays" else filler(8 * tokens)
+        question = 120  # Tokens of the question, its template and the needle.
+        text = tokenizer.decode(tokenizer(text).input_ids[: tokens - question])
+        messages = [{"role": "user", "content": prompt(with_needle(text, topic, number, rng.random()), topic)}]
+        asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append({"text": asked + answer_prefix(topic), "number": str(number)})
+    return prompts
+
+
+def answers(model, tokenizer, inputs, cache, tokens: int) -> list[str]:
+    """Continues greedily from a cache that holds all but the last token of every prompt."""
+    step, mask = inputs.input_ids[:, -1:], inputs.attention_mask
     output = []
-    step = ids[:, -1:]
     with torch.inference_mode():
         for _ in range(tokens):
-            logits = model(step, past_key_values=cache, use_cache=True).logits
+            positions = mask.sum(1, keepdim=True) - 1
+            logits = model(step, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
             step = logits[:, -1:].argmax(-1)
-            output.append(int(step))
-    return tokenizer.decode(output)
+            mask = torch.cat((mask, torch.ones_like(step)), dim=1)
+            output.append(step)
+    return tokenizer.batch_decode(torch.cat(output, dim=1))
 
 
 def main() -> None:
@@ -44,6 +61,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--context", type=int, nargs=2, default=[6000, 7000], help="shortest and longest, in tokens")
     parser.add_argument("--prompts", type=int, default=20, help="prompts of each kind that the dense cache gets right")
+    parser.add_argument("--batch", type=int, default=1, help="prompts read at once")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--essays", type=Path, help="JSON file with the essays; without it, generated prose")
     parser.add_argument("--device", default="cpu")
@@ -51,37 +69,43 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("eval/results/needle.json"))
     args = parser.parse_args()
 
+    quiet()
     model, tokenizer = load_model(args.model, args.device)
-    rng = random.Random(0)
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = []
     for kind in ("essays", "filler"):
         right = tried = 0
         kept = {(name, budget): 0 for name in METHODS for budget in args.budgets}
+        prompts = make_prompts(tokenizer, kind, 3 * args.prompts, *args.context, args.essays)
         bar = tqdm(total=args.prompts, desc=kind)
-        while right < args.prompts and tried < 3 * args.prompts:
-            tried += 1
-            topic, number = rng.choice(TOPICS), rng.randint(1_000_000, 9_999_999)
-            tokens = rng.randint(*args.context)
-            text = essays(args.essays, rng.randrange(1_000_000), 8 * tokens) if kind == "essays" else filler(8 * tokens)
-            overhead = 120
-            text = tokenizer.decode(tokenizer(text, return_tensors="pt").input_ids[0, : tokens - overhead])
-            messages = [{"role": "user", "content": prompt(with_needle(text, topic, number, rng.random()), topic)}]
-            full = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(full + answer_prefix(topic), return_tensors="pt", add_special_tokens=False).input_ids
-            ids = ids.to(args.device)
+        while right < args.prompts and tried < len(prompts):
+            some = prompts[tried : tried + args.batch]
+            tried += len(some)
+            texts = [p["text"] for p in some]
+            inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=False, padding=True).to(args.device)
             dense = DynamicCache(config=model.config)
             with torch.inference_mode():
-                model(ids[:, :-1], past_key_values=dense, logits_to_keep=1)
-            said = answer(model, tokenizer, ids, copy.deepcopy(dense), 10)
-            if str(number) not in said:
-                continue
-            right += 1
-            bar.update()
-            for (name, budget), _ in kept.items():
+                positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
+                model(
+                    inputs.input_ids[:, :-1],
+                    attention_mask=inputs.attention_mask[:, :-1],
+                    position_ids=positions[:, :-1],
+                    past_key_values=dense,
+                    logits_to_keep=1,
+                )
+            said = answers(model, tokenizer, inputs, copy.deepcopy(dense), 10)
+            good = [p["number"] in answer for p, answer in zip(some, said, strict=True)]
+            right += sum(good)
+            bar.update(sum(good))
+            for (name, budget), _ in kept.items() if any(good) else ():
                 cache = HierarchicalSparseCache.from_dense(
                     model, copy.deepcopy(dense), top_k=budget, offload=args.offload, **METHODS[name]
                 )
-                kept[name, budget] += str(number) in answer(model, tokenizer, ids, cache, 10)
+                said = answers(model, tokenizer, inputs, cache, 10)
+                kept[name, budget] += sum(
+                    was and p["number"] in answer for was, p, answer in zip(good, some, said, strict=True)
+                )
             unpatch_model(model)
         bar.close()
         for (name, budget), count in kept.items():
