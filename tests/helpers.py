@@ -76,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": BASE | HEAD | HYBRID | {"query_pre_attn_scalar": 16},
     "gpt_oss": BASE | HEAD | HYBRID | MOE | {"num_local_experts": 4},
     "qwen3_next": BASE | HEAD | MOE | LINEAR,
+    "deepseek_v3": LATENT,
     # Latent attention with an indexer.
     "deepseek_v32": LATENT,
     "glm_moe_dsa": LATENT | {"index_topk_freq": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},

@@ -1,0 +1,426 @@
+"""The output does not change: against the resident oracle bit for bit, against the dense cache, against stock DSA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from hf_hisparse import HierarchicalSparseCache
+from hf_hisparse.algorithms import LightningIndexer, Quest, RaBitQ
+from hf_hisparse.backends import ReferenceBackend
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.layout import ItemLayout
+from tests.helpers import decode, dense_cache, forward, generate, make_model, random_ids, same_bits
+
+
+TOP_K = 40
+GQA = {"top_k": TOP_K, "page_size": 4, "sink_tokens": 2, "recent_tokens": 6}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-quest": ("llama", GQA | {"algorithm": "quest"}),
+    "llama-rabitq": ("llama", GQA | {"algorithm": "rabitq"}),
+    "deepseek": ("deepseek_v32", {}),
+}
+"""Models, and the options that select from them a small part of a context of some 150 tokens."""
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """Logits equal but for the rounding of their dtype, compounded over a few layers."""
+    assert a.dtype == b.dtype
+    tolerance = 32 * torch.finfo(a.dtype).eps
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def logits_of(output: Any) -> Tensor:
+    return torch.stack(output.logits, dim=1)
+
+
+def left_padding(batch: int, tokens: int) -> Tensor:
+    """A mask that pads all but the first sequence on the left, each by another length."""
+    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    for row in range(1, batch):
+        mask[row, : 7 * row + 2] = 0
+    return mask
+
+
+# ---- the resident oracle, bit for bit --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "padded"), [(1, False), (4, False), (4, True)], ids=["1", "4", "4 padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_equals_the_resident_oracle(tiny, method, dtype, batch, padded):
+    name, options = METHODS[method]
+    model = tiny(name, dtype)
+    ids = random_ids(batch, 170)
+    mask = left_padding(*ids.shape) if padded else None
+    resident = HierarchicalSparseCache(model, **options, offload=False)
+    expected = decode(model, ids, resident, 150, mask)
+    assert resident.stats().host_bytes == 0
+    k = resident.layers[0].coordinator.top_k
+    misses = []
+    for buffer in (k, 2 * k, 4 * k):
+        cache = HierarchicalSparseCache(model, **options, buffer_size=buffer)
+        assert same_bits(decode(model, ids, cache, 150, mask), expected)
+        stats = cache.stats()
+        assert stats.hits and stats.misses and stats.host_bytes
+        misses.append(stats.misses)
+    # A larger buffer changes what is fetched, and nothing else.
+    assert misses[0] > misses[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_context_that_outgrows_top_k_while_decoding(tiny, method):
+    name, options = METHODS[method]
+    model, ids = tiny(name), random_ids(2, 90)
+    resident = decode(model, ids, HierarchicalSparseCache(model, **options, offload=False), 20)
+    cache = HierarchicalSparseCache(model, **options)
+    assert same_bits(decode(model, ids, cache, 20), resident)
+    assert cache.stats().misses
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "phi3", "smollm3", "ministral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"]
+)
+def test_every_family_equals_the_resident_oracle(tiny, name):
+    model, ids = tiny(name), random_ids(2, 120)
+    resident = decode(model, ids, HierarchicalSparseCache(model, **GQA, offload=False), 100)
+    cache = HierarchicalSparseCache(model, **GQA)
+    assert same_bits(decode(model, ids, cache, 100), resident)
+    assert cache.stats().misses
+
+
+@pytest.mark.parametrize("dense_layers", [[0], [1], [0, 2], {1, 2}])
+def test_dense_layers_stay_dense(dense_layers):
+    model, ids = make_model("llama", num_hidden_layers=3), random_ids(2, 120)
+    resident = decode(model, ids, HierarchicalSparseCache(model, **GQA, dense_layers=dense_layers, offload=False), 100)
+    cache = HierarchicalSparseCache(model, **GQA, dense_layers=dense_layers)
+    assert same_bits(decode(model, ids, cache, 100), resident)
+    for index, layer in enumerate(cache.layers):
+        assert (getattr(layer, "coordinator", None) is None) == (index in dense_layers)
+    assert {layer.layer for layer in cache.stats().layers} == set(range(3)) - set(dense_layers)
+
+
+# ---- a coordinator, whatever is selected -----------------------------------------------------------------------------
+
+
+def chosen_at_random(k: int, items: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randperm(items, generator=generator)[:k].sort().values.tolist()
+
+
+def the_same(k: int, items: int) -> Iterator[list[int]]:
+    while True:
+        yield list(range(3, 3 + k))
+
+
+def disjoint(k: int, items: int) -> Iterator[list[int]]:
+    step = 0
+    while True:
+        yield sorted((step * k + i) % items for i in range(k))
+        step += 1
+
+
+def sweeping(k: int, items: int) -> Iterator[list[int]]:
+    step = 0
+    while True:
+        yield sorted((step + i) % items for i in range(k))
+        step += 1
+
+
+def ragged(k: int, items: int) -> Iterator[list[int]]:
+    for step, selection in enumerate(chosen_at_random(k, items)):
+        count = step % (k + 1)
+        yield selection[:count] + [-1] * (k - count)
+
+
+PAGES = (partial(ItemLayout.page_head, 4), partial(Quest, 4), (2, 16, 16))
+TOKENS = (partial(ItemLayout.page_head, 1), partial(RaBitQ, 1), (2, 16, 16))
+LATENTS = (ItemLayout.token, LightningIndexer, (1, 32, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("pattern", [chosen_at_random, the_same, disjoint, sweeping, ragged])
+@pytest.mark.parametrize("kind", [PAGES, TOKENS, LATENTS], ids=["pages", "tokens", "latents"])
+def test_any_selections_equal_the_resident_oracle(kind, pattern, batch, dtype):
+    layout, algorithm, (heads, key_width, value_width) = kind
+    k, first, steps, group = 8, 150, 25, 3
+    coordinators = [
+        SparseCoordinator(k, k, slots, layout, algorithm, ReferenceBackend()) for slots in (None, k, 2 * k, 4 * k)
+    ]
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    prompt = draw(batch, heads, first, key_width), draw(batch, heads, first, value_width)
+    for coordinator in coordinators:
+        coordinator.extend(prompt, None)
+    page_size = coordinators[0].memory.layout.page_size
+    width = coordinators[0].memory.layout.key[1]
+    # Each row is a step behind the one before it, so that rows do not move in step.
+    patterns = [pattern(k, first // page_size) for _ in range(batch * heads)]
+    for row, selections in enumerate(patterns):
+        for _ in range(row):
+            next(selections)
+    for _ in range(steps):
+        token = draw(batch, heads, 1, key_width), draw(batch, heads, 1, value_width)
+        query = draw(batch * heads, group, width)
+        selection = torch.tensor([next(selections) for selections in patterns], dtype=torch.int32)
+        outputs = []
+        for coordinator in coordinators:
+            coordinator.append(token, None)
+            outputs.append(coordinator.attend(query, selection, 0.25))
+        assert all(same_bits(output, outputs[0]) for output in outputs[1:])
+        assert outputs[0].any() or pattern is ragged
+
+
+# ---- the sparse steps, against masks over the dense cache ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("algorithm", ["quest", "rabitq"])
+def test_a_step_attends_to_its_selection_and_nothing_else(tiny, name, algorithm, monkeypatch):
+    """Records what every layer selects, and runs the stock model with the rest masked, over the dense cache."""
+    model = tiny(name)
+    ids, mask = random_ids(3, 130), left_padding(3, 130)
+    selections: list[tuple[Tensor, int]] = []
+    attend = SparseCoordinator.attend
+
+    def recording(self, query, selection, scale, **kwargs):
+        selections.append((selection.clone(), self.memory.layout.page_size))
+        return attend(self, query, selection, scale, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SparseCoordinator, "attend", recording)
+        sparse = decode(model, ids, HierarchicalSparseCache(model, **GQA | {"algorithm": algorithm}), 100, mask)
+    assert selections and all((selection >= 0).sum(1).min() < 28 for selection, _ in selections)
+    queue = iter(selections)
+
+    def masked(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+        batch, heads, new, _ = query.shape
+        group = heads // key.shape[1]
+        key, value = key.repeat_interleave(group, 1).double(), value.repeat_interleave(group, 1).double()
+        logits = query.double() @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        if new == 1 and kwargs.get("sliding_window") is None:
+            selection, size = next(queue)
+            kept = torch.zeros(len(selection), key.shape[2] + size, dtype=torch.bool)
+            for row, items in enumerate(selection.tolist()):
+                for item in items:
+                    if item >= 0:
+                        kept[row, item * size : (item + 1) * size] = True
+            kept = kept[:, : key.shape[2]].view(batch, -1, 1, key.shape[2]).repeat_interleave(group, 1)
+            visible = visible & kept
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if s_aux is not None:
+            logits = torch.cat((logits, s_aux.double().view(1, -1, 1, 1).expand(batch, -1, new, 1)), dim=-1)
+        weights = logits.softmax(-1).nan_to_num(0)[..., : key.shape[2]]
+        return (weights @ value).transpose(1, 2).to(query.dtype), None
+
+    AttentionInterface.register("masked", masked)
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionMaskInterface.register("masked", eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("masked")
+    try:
+        expected = decode(model, ids, dense_cache(model), 100, mask)
+    finally:
+        model.set_attn_implementation(before)
+    assert next(queue, None) is None
+    close(sparse, expected)
+
+
+# ---- a context that top_k covers -------------------------------------------------------------------------------------
+
+DENSE = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "phi",
+    "phi3",
+    "smollm3",
+    "mistral",
+    "ministral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_next",
+    "deepseek_v3",
+]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_covered_context_equals_the_dense_cache(tiny, name):
+    """The same attention function over the same keys: not a bit differs."""
+    model, ids = tiny(name), random_ids(2, 60)
+    dense = generate(model, ids, dense_cache(model), 24)
+    cache = HierarchicalSparseCache(model, top_k=128)
+    output = generate(model, ids, cache, 24)
+    assert torch.equal(output.sequences, dense.sequences)
+    assert same_bits(logits_of(output), logits_of(dense))
+    assert cache.stats().host_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_a_covered_context_in_bfloat16_with_padding(tiny, name):
+    model, ids = tiny(name, torch.bfloat16), random_ids(4, 60)
+    dense = generate(model, ids, dense_cache(model), 16, left_padding(4, 60))
+    output = generate(model, ids, HierarchicalSparseCache(model, top_k=128), 16, left_padding(4, 60))
+    assert torch.equal(output.sequences, dense.sequences)
+    assert same_bits(logits_of(output), logits_of(dense))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_covered_context_of_latents_equals_the_dense_cache(name):
+    model, ids = make_model(name, index_topk=128), random_ids(2, 60)
+    dense = generate(model, ids, dense_cache(model), 24)
+    output = generate(model, ids, HierarchicalSparseCache(model), 24)
+    assert torch.equal(output.sequences, dense.sequences)
+    close(logits_of(output), logits_of(dense))
+
+
+# ---- models with their own indexer -----------------------------------------------------------------------------------
+
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "dots3_note_text"]
+
+
+def as_stock(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> HierarchicalSparseCache:
+    """Asserts that the hierarchical cache gives the stock model's greedy tokens and logits, and returns it."""
+    stock = generate(model, ids, dense_cache(model), new, mask)
+    cache = HierarchicalSparseCache(model)
+    output = generate(model, ids, cache, new, mask)
+    assert torch.equal(output.sequences, stock.sequences)
+    close(logits_of(output), logits_of(stock))
+    assert cache.stats().misses
+    return cache
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_sparse_models_generate_what_the_stock_model_does(tiny, name):
+    """Contexts of five to seven times `index_topk`."""
+    as_stock(tiny(name), random_ids(2, 160), 64)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_models_with_padding(tiny, name):
+    as_stock(tiny(name), random_ids(3, 100), 32, left_padding(3, 100))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_models_whose_context_outgrows_the_selection(tiny, name):
+    as_stock(tiny(name), random_ids(2, 10), 64)
+
+
+def test_sparse_models_with_eager_attention():
+    model = make_model("deepseek_v32")
+    model.set_attn_implementation("eager")
+    as_stock(model, random_ids(2, 100), 32)
+
+
+def test_layers_that_share_a_selection(tiny):
+    model = tiny("glm_moe_dsa")
+    cache = as_stock(model, random_ids(1, 100), 16)
+    held = [len(layer.coordinator.algorithm.representations.tensors) for layer in cache.layers]
+    assert 0 in held and 1 in held
+
+
+def test_layers_that_share_latents_stay_dense(recwarn, caplog):
+    model = make_model("mistral_large4", kv_source_layers=[0, 0, 2, 3])
+    cache = as_stock(model, random_ids(2, 100), 32)
+    assert [hasattr(layer, "coordinator") for layer in cache.layers] == [False, False, True, True]
+
+
+def test_neither_prompt_nor_step_holds_every_score(tiny, monkeypatch):
+    """No tensor as large as `[batch, query, heads, keys]` or as the expanded history is made at any step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    model = make_model("deepseek_v32", num_hidden_layers=1, index_n_heads=16, num_attention_heads=16, index_topk=16)
+    monkeypatch.setattr(LightningIndexer, "block", 1 << 12)
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+            return result
+
+    prompt, cache = 400, HierarchicalSparseCache(model)
+    with Largest() as largest:
+        forward(model, random_ids(1, prompt), cache)
+    assert largest.elements < prompt * prompt * 16 / 4
+    with Largest() as largest:
+        forward(model, random_ids(1, 1), cache)
+    assert largest.elements < prompt * 16 * 40
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp_text"])
+def test_indexers_that_cannot_be_served_are_refused(name):
+    model, ids = make_model(name), random_ids(2, 80)
+    before = generate(model, ids, dense_cache(model), 4)
+    with pytest.raises(ValueError, match="cannot be patched: its indexer does not hand its selection to the attention"):
+        HierarchicalSparseCache(model)
+    after = generate(model, ids, dense_cache(model), 4)
+    assert same_bits(logits_of(after), logits_of(before))
+
+
+# ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
+
+
+def filler(tokenizer: Any, tokens: int) -> Tensor:
+    text = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 100
+    return tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+
+
+def test_smollm2_within_top_k_equals_the_dense_cache(smollm2):
+    model, tokenizer = smollm2
+    ids = filler(tokenizer, 200)
+    dense = generate(model, ids, dense_cache(model), 16)
+    output = generate(model, ids, HierarchicalSparseCache(model), 16)
+    assert torch.equal(output.sequences, dense.sequences)
+    assert same_bits(logits_of(output), logits_of(dense))
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "rabitq"])
+def test_smollm2_beyond_top_k_equals_the_resident_oracle(smollm2, algorithm):
+    model, tokenizer = smollm2
+    ids = filler(tokenizer, 700)
+    options = {"top_k": 256, "algorithm": algorithm}
+    resident = generate(model, ids, HierarchicalSparseCache(model, **options, offload=False), 12)
+    cache = HierarchicalSparseCache(model, **options)
+    output = generate(model, ids, cache, 12)
+    assert same_bits(logits_of(output), logits_of(resident))
+    assert cache.stats().misses
+
+
+def test_smollm2_finds_a_needle(smollm2):
+    model, tokenizer = smollm2
+    sentence = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    needle = "One of the special magic numbers for stamps is: 4831725. "
+    question = "What is the special magic number for stamps mentioned in the provided text?"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": sentence * 20 + needle + sentence * 30 + question}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    text += "The special magic number for stamps mentioned in the provided text is"
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    cache = HierarchicalSparseCache(model, top_k=256)
+    output = generate(model, ids, cache, 10)
+    assert "4831725" in tokenizer.decode(output.sequences[0, ids.shape[1] :])
+    stats = cache.stats()
+    assert stats.misses and ids.shape[1] > 1000
