@@ -112,6 +112,8 @@ class Bench:
         torch.cuda.synchronize()
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        # A pool goes with its last graph; this one keeps it.
+        self._anchor = self.capture(lambda: torch.zeros(1, device=DEVICE))
         self._events = [[torch.cuda.Event(enable_timing=True) for _ in range(STEPS)] for _ in "ab"]
 
     def table(self, setting: Setting, rows: int, layer: int) -> Tensor:

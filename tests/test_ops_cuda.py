@@ -300,8 +300,9 @@ def test_graph_replay_equals_eager(case):
     eager, captured = State(case, "cuda"), State(case, "cuda")
     source = Steps(case)
     selection, (token, position) = source.next_selection().cuda(), (part.cuda() for part in source.next_token())
-    ops.swap_in(*State(case, "cuda").swap_in_arguments(selection))  # Compiled and loaded before the capture.
-    ops.append(*State(case, "cuda").append_arguments(token, position))
+    warm = State(case, "cuda")
+    ops.swap_in(*warm.swap_in_arguments(selection))  # Compiled and loaded before the capture.
+    ops.append(*warm.append_arguments(token, position))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = ops.swap_in(*captured.swap_in_arguments(selection))
@@ -321,10 +322,10 @@ def test_graph_replay_equals_eager(case):
 @gpu
 def test_on_another_stream_and_without_synchronisation():
     case = CASES[0]
-    expected, state, source = State(case, "cpu"), State(case, "cuda"), Steps(case)
+    expected, state, warm, source = State(case, "cpu"), State(case, "cuda"), State(case, "cuda"), Steps(case)
     selections = [source.next_selection() for _ in range(20)]
     on_device = [selection.cuda() for selection in selections]
-    ops.swap_in(*State(case, "cuda").swap_in_arguments(on_device[0]))
+    ops.swap_in(*warm.swap_in_arguments(on_device[0]))
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     torch.cuda.set_sync_debug_mode("error")
