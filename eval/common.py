@@ -115,6 +115,14 @@ def write_results(path: str | Path, rows: Sequence[dict[str, Any]], **meta: Any)
     path.write_text(f'{{\n{head}  "rows": [\n{body}\n  ]\n}}\n')
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table whose columns line up."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
+
+
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

