@@ -133,12 +133,14 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `+` where files differ from it; outside a checkout what `HISPARSE_COMMIT` says."""
-    root = Path(__file__).parent
+    """The checkout's commit, with `+` where sources differ from it; outside a checkout what `HISPARSE_COMMIT` says."""
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
+    sources = ["hf_hisparse", "csrc", "examples", "eval", ":!eval/results"]
     try:
-        git = ["git", "-C", str(root)]
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "-uno", "--", *sources], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("HISPARSE_COMMIT")
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -1,0 +1,155 @@
+"""Writes the tables of README.md from the files in eval/results/: `python -m eval.readme_tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is one of `TABLES`. With `--check` nothing
+is written, and the exit status is 1 if a table is not what its file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from eval.common import table
+
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "eval" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    """A results file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def source(names: Iterable[str], environment: dict[str, Any]) -> str:
+    """Where a table's figures come from, in a line under it."""
+    files = ", ".join(f"[`{name}.json`](eval/results/{name}.json)" for name in names)
+    versions = f"torch {environment['torch']}, transformers {environment['transformers']}"
+    return f"{environment['device']}; {versions}; {files}."
+
+
+def pivot(rows: list[dict[str, Any]], label: str, budgets: list[int], cell: Callable[[dict[str, Any]], str]) -> str:
+    """A table with a line for each of a column's values and a column for each budget."""
+    lines: dict[str, dict[int, str]] = {}
+    for row in rows:
+        lines.setdefault(row[label], {})[row["budget"]] = cell(row)
+    body = [[name, *(found.get(budget, "") for budget in budgets)] for name, found in lines.items()]
+    return table([label, *map(str, budgets)], body)
+
+
+def exactness() -> str:
+    """One line for each exactness run."""
+    names = sorted(path.stem for path in RESULTS.glob("exactness-*.json"))
+    lines = []
+    for name in names:
+        run = load(name)
+        dense, _, ours = run["rows"]
+        step, rate = ours["first_difference"], ours["hit_rate"]
+        lines.append(
+            [
+                run["model"],
+                f"{run['context']:,} + {run['new_tokens']}",
+                f"{run['top_k']:,}",
+                "identical" if ours["bits_of_oracle"] else "DIFFERENT",
+                "the same" if step is None else f"the same up to step {step}",
+                "" if rate is None else f"{rate:.1%}",
+                f"{ours['device_bytes'] / 2**20:.1f} of {dense['device_bytes'] / 2**20:.1f} MiB",
+            ]
+        )
+    head = [
+        "model",
+        "tokens",
+        "top-k",
+        "bits of the oracle",
+        "tokens of the dense cache",
+        "hit rate",
+        "KV on the device",
+    ]
+    return f"{table(head, lines)}\n\n{source(names, load(names[0])['environment'])}"
+
+
+def needle() -> str:
+    """Answers kept, of those that the dense cache gets right."""
+    run = load("needle")
+    budgets = sorted({row["budget"] for row in run["rows"]})
+    right = {row["text"]: row["dense_right"] for row in run["rows"]}
+    rows = [row | {"text and method": f"{row['text']}: {row['method']}"} for row in run["rows"]]
+    body = pivot(rows, "text and method", budgets, lambda row: f"{row['kept']} of {right[row['text']]}")
+    return f"{body}\n\n{source(['needle'], run['environment'])}"
+
+
+def example() -> str:
+    """What the example prints."""
+    return f"```text\n{(RESULTS / 'generate.txt').read_text().strip()}\n```"
+
+
+def selection() -> str:
+    """Attention mass kept, by method and budget, with the default tokens always kept."""
+    run = load("selection")
+    rows = [
+        row | {"method": f"{row['method']} ({row['gpu_bytes']:.0f} B)"}
+        for row in run["rows"]
+        if row["kept"] == "4 + 64"
+    ]
+    budgets = sorted({row["budget"] for row in rows})
+    body = pivot(rows, "method", budgets, lambda row: f"{row['mass']:.3f}")
+    return f"{body}\n\n{source(['selection'], run['environment'])}"
+
+
+def kernels() -> str:
+    """The swap-in kernel through the layers of a model in turn."""
+    run = load("bench_kernels")
+    rows = [row for row in run["rows"] if row["op"] == "swap_in" and row["layers"] == "turn"]
+    lines = [
+        [
+            f"{row['setting']}, batch {row['batch']}",
+            f"{row['missed']:.0%}",
+            f"{row['us']:.1f}",
+            f"{row['gather_us']:.1f}" if "gather_us" in row else "",
+            f"{row['empty_us']:.1f}",
+        ]
+        for row in rows
+    ]
+    head = ["items", "missed", "swap-in, us", "the copies alone, us", "an empty kernel, us"]
+    return f"{table(head, lines)}\n\n{source(['bench_kernels'], run['environment'])}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "exactness": exactness,
+    "example": example,
+    "kernels": kernels,
+    "needle": needle,
+    "selection": selection,
+}
+
+
+def fill(text: str) -> str:
+    """The text with each of its tables made anew."""
+    blocks = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return blocks.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", text)
+
+
+def main() -> int:
+    """Writes or checks, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is out of date")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    filled = fill(text)
+    if filled == text:
+        return 0
+    if args.check:
+        print("README.md: a table is not what its file in eval/results/ says; run `python -m eval.readme_tables`")
+        return 1
+    readme.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
