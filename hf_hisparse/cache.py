@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.utils import logging
 
 from hf_hisparse.backends import BACKENDS
@@ -177,6 +182,9 @@ class HierarchicalSparseCache(Cache):
             logger.warning_once(f"Layers {indices} of {type(model).__name__} stay dense on the device: {reason}.")
         self._max_length = _max_length(text_config)
         self._parameters: tuple[torch.dtype, torch.device] | None = None
+        self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
+        """While a forward is under way: the length before it, and the sliding windows as they were."""
+        self._lost = False
         super().__init__(layers=layers)
 
     @classmethod
@@ -203,6 +211,45 @@ class HierarchicalSparseCache(Cache):
     def _hierarchical(self) -> Iterator[tuple[int, HierarchicalLayer]]:
         return ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, HierarchicalLayer))
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held. Those of a forward that is under way, or was interrupted, do not count."""
+        return super().get_seq_length(layer_idx) if self._begun is None else self._begun[0]
+
+    def reset(self) -> None:
+        """Forgets the history."""
+        self._begun, self._lost = None, False
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens: `-n` for n of them."""
+        self.end_forward(failed=True)
+        super().crop(tokens_to_remove)
+
+    def end_forward(self, failed: bool) -> None:
+        """Called after a patched model's forward. What one that failed left in the layers before the failure is dropped."""
+        if self._begun is None:
+            return
+        length, windows = self._begun
+        self._begun = None
+        if not failed:
+            return
+        if length == 0:
+            self.reset()
+            return
+        for layer in self.layers:
+            if isinstance(layer, HierarchicalLayer):
+                if layer.coordinator.length > length:
+                    layer.coordinator.crop(layer.coordinator.length - length)
+                layer.coordinator.algorithm.truncate(length)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._lost = True
+            elif type(layer) in (DynamicLayer, DynamicIndexedLayer) and layer.keys is not None:
+                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+                if getattr(layer, "indexer_keys", None) is not None:
+                    layer.indexer_keys = layer.indexer_keys[:, :length]
+        for layer, state in windows:
+            vars(layer).update(state)
+
     def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
         """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
 
@@ -210,12 +257,14 @@ class HierarchicalSparseCache(Cache):
             ValueError: If the batch, the dtype or device of the model changed, or its maximum position would be passed.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
+        self.end_forward(failed=True)
+        if self._lost:
+            raise ValueError(
+                "a forward failed midway, and the state of the model's linear-attention layers is lost; call "
+                "`cache.reset()` and start again with the whole text"
+            )
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
-        length = min((coordinator.length for coordinator in coordinators), default=self.get_seq_length())
-        for coordinator in coordinators:
-            # A forward that failed midway left its tokens in the layers before the failure.
-            if coordinator.length > length:
-                coordinator.crop(coordinator.length - length)
+        length = self.get_seq_length()
         if length and coordinators and batch != coordinators[0].batch:
             raise ValueError(
                 f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, or "
@@ -235,6 +284,8 @@ class HierarchicalSparseCache(Cache):
         for coordinator in coordinators:
             coordinator.reserve(tokens)
         self._parameters = (parameter.dtype, parameter.device)
+        windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
+        self._begun = length, windows
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""

@@ -131,6 +131,8 @@ class AttentionPatch:
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        # An interrupt, unlike an error, calls no hook: the module may still be as it was entered.
+        self._after(module, args, None)
         coordinator = coordinator_of(given_cache(kwargs), module.layer_idx)
         if coordinator is None:
             return None
@@ -159,6 +161,7 @@ class AttentionPatch:
 
     def remove(self) -> None:
         """Takes the hooks off."""
+        self._after(self.module, (), None)
         for handle in self._handles:
             handle.remove()
 

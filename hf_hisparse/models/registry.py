@@ -37,7 +37,10 @@ class ModelPatch:
                 self.layers[module.layer_idx] = family(module)
             else:
                 self.refusals[module.layer_idx] = reason
-        self._handle = decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handles = [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
 
     @staticmethod
     def _before(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -50,9 +53,16 @@ class ModelPatch:
         if inputs is not None:
             begin(decoder, *inputs.shape[:2])
 
+    @staticmethod
+    def _after(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        end: Callable | None = getattr(given_cache(kwargs), "end_forward", None)
+        if end is not None:
+            end(failed=output is None)
+
     def remove(self) -> None:
         """Takes every hook off."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for patch in self.layers.values():
             patch.remove()
 
