@@ -48,7 +48,8 @@ LATENT: dict[str, Any] = (
         "head_dim": 16,
         "index_topk": 32,
         "index_head_dim": 32,
-        "index_n_heads": 4,
+        # With fewer, many tokens score exactly zero, and which of them are selected is chance.
+        "index_n_heads": 16,
     }
 )
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
@@ -145,6 +146,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+GQA = {"top_k": 40, "page_size": 4, "sink_tokens": 2, "recent_tokens": 6}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-quest": ("llama", GQA | {"algorithm": "quest"}),
+    "llama-rabitq": ("llama", GQA | {"algorithm": "rabitq"}),
+    "deepseek": ("deepseek_v32", {}),
+}
+"""Models, and the options that select from them a small part of a context of some 150 tokens."""
+
+
 def make_config(name: str, **overrides: Any) -> PretrainedConfig:
     """The tiny config of a model type; skips the test where this transformers has no such model."""
     if name not in CONFIG_MAPPING_NAMES:
@@ -200,10 +210,13 @@ def generate(model: nn.Module, ids: Tensor, cache: Any, new: int, mask: Tensor |
 
 @torch.no_grad()
 def forward(model: nn.Module, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
-    """The logits of one forward over new tokens."""
+    """The logits of one forward over new tokens, at the positions that `generate` would give them."""
+    positions = {}
+    if mask is not None:
+        positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        return model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions).logits
 
 
 def decode(model: nn.Module, ids: Tensor, cache: Any, prompt: int, mask: Tensor | None = None) -> Tensor:
@@ -217,3 +230,22 @@ def decode(model: nn.Module, ids: Tensor, cache: Any, prompt: int, mask: Tensor 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, and numbers throughout."""
     return a.dtype == b.dtype and a.shape == b.shape and bool(a.isfinite().all()) and torch.equal(a, b)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """Logits equal but for the rounding of their dtype, compounded over a few layers."""
+    assert a.dtype == b.dtype
+    tolerance = 32 * torch.finfo(a.dtype).eps
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def logits_of(output: Any) -> Tensor:
+    return torch.stack(output.logits, dim=1)
+
+
+def left_padding(batch: int, tokens: int) -> Tensor:
+    """A mask that pads all but the first sequence on the left, each by another length."""
+    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    for row in range(1, batch):
+        mask[row, : 7 * row + 2] = 0
+    return mask

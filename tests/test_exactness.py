@@ -16,36 +16,20 @@ from hf_hisparse.algorithms import LightningIndexer, Quest, RaBitQ
 from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
-from tests.helpers import decode, dense_cache, forward, generate, make_model, random_ids, same_bits
-
-
-TOP_K = 40
-GQA = {"top_k": TOP_K, "page_size": 4, "sink_tokens": 2, "recent_tokens": 6}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-quest": ("llama", GQA | {"algorithm": "quest"}),
-    "llama-rabitq": ("llama", GQA | {"algorithm": "rabitq"}),
-    "deepseek": ("deepseek_v32", {}),
-}
-"""Models, and the options that select from them a small part of a context of some 150 tokens."""
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    """Logits equal but for the rounding of their dtype, compounded over a few layers."""
-    assert a.dtype == b.dtype
-    tolerance = 32 * torch.finfo(a.dtype).eps
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
-
-
-def logits_of(output: Any) -> Tensor:
-    return torch.stack(output.logits, dim=1)
-
-
-def left_padding(batch: int, tokens: int) -> Tensor:
-    """A mask that pads all but the first sequence on the left, each by another length."""
-    mask = torch.ones(batch, tokens, dtype=torch.int64)
-    for row in range(1, batch):
-        mask[row, : 7 * row + 2] = 0
-    return mask
+from tests.helpers import (
+    GQA,
+    METHODS,
+    close,
+    decode,
+    dense_cache,
+    forward,
+    generate,
+    left_padding,
+    logits_of,
+    make_model,
+    random_ids,
+    same_bits,
+)
 
 
 # ---- the resident oracle, bit for bit --------------------------------------------------------------------------------
