@@ -10,6 +10,7 @@ import argparse
 import copy
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from eval.texts import TOPICS, answer_prefix, essays, filler, prompt, with_needl
 from hf_hisparse import HierarchicalSparseCache, unpatch_model
 
 
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "rabitq": {"algorithm": "rabitq"},
     "quest, pages of 16": {"algorithm": "quest", "page_size": 16},
     "quest, pages of 32": {"algorithm": "quest", "page_size": 32},
@@ -70,6 +71,7 @@ def main() -> None:
     args = parser.parse_args()
 
     quiet()
+    shortest, longest = args.context
     model, tokenizer = load_model(args.model, args.device)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -77,7 +79,7 @@ def main() -> None:
     for kind in ("essays", "filler"):
         right = tried = 0
         kept = {(name, budget): 0 for name in METHODS for budget in args.budgets}
-        prompts = make_prompts(tokenizer, kind, 3 * args.prompts, *args.context, args.essays)
+        prompts = make_prompts(tokenizer, kind, 3 * args.prompts, shortest, longest, args.essays)
         bar = tqdm(total=args.prompts, desc=kind)
         while right < args.prompts and tried < len(prompts):
             some = prompts[tried : tried + args.batch]

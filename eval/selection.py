@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,13 +58,13 @@ def variants(keep: tuple[int, int]) -> dict[str, Callable[[], KeyScoring]]:
     """The methods compared, by name, with `keep` sink and recent tokens always kept."""
     found: dict[str, Callable[[], KeyScoring]] = {}
     for page in (1, 4):
-        found[f"true scores, pages of {page}"] = lambda page=page: TrueScores(page, *keep)
+        found[f"true scores, pages of {page}"] = partial(TrueScores, page, *keep)
     for page in (1, 4, 8, 16):
-        found[f"RaBitQ, pages of {page}"] = lambda page=page: RaBitQ(page, *keep)
+        found[f"RaBitQ, pages of {page}"] = partial(RaBitQ, page, *keep)
     for page in (8, 16, 32):
-        found[f"Quest, pages of {page}"] = lambda page=page: Quest(page, *keep)
-    found["Quest, pages of 32, bounds summed"] = lambda: QuestSum(32, *keep)
-    found["Quest, pages of 32, largest bound"] = lambda: QuestMax(32, *keep)
+        found[f"Quest, pages of {page}"] = partial(Quest, page, *keep)
+    found["Quest, pages of 32, bounds summed"] = partial(QuestSum, 32, *keep)
+    found["Quest, pages of 32, largest bound"] = partial(QuestMax, 32, *keep)
     return found
 
 

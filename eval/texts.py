@@ -19,7 +19,7 @@ def essays(path: Path | None, start: int, characters: int) -> str:
     if path is None:
         rng = random.Random(start)
         words = TOPICS + "the a of and to in it was that had with as for on by at from".split()
-        sentences = []
+        sentences: list[str] = []
         while sum(map(len, sentences)) < characters:
             sentences.append(" ".join(rng.choice(words) for _ in range(rng.randint(6, 14))).capitalize() + ". ")
         return "".join(sentences)[:characters]

@@ -56,7 +56,8 @@ class HierarchicalLayer(CacheLayerMixin):
             "A HierarchicalSparseCache is used by a model that is not patched: attention is dense and the whole KV stays "
             "on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model it is used with."
         )
-        return self.coordinator.extend_dense((key_states, value_states))
+        keys, values = self.coordinator.extend_dense((key_states, value_states))
+        return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor | IndexerKeys:
         """New indexer keys `[batch, tokens, width]`; what the model's own indexer is to score."""
@@ -153,7 +154,7 @@ class HierarchicalSparseCache(Cache):
             **options,
         )
         patch = patch_model(model)
-        text_config = model.config.get_text_config(decoder=True)
+        text_config = model.config.get_text_config(decoder=True)  # type: ignore[operator]
         backend_name = self.config.backend or "reference"
         if backend_name not in BACKENDS:
             raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, not {backend_name!r}")
@@ -197,6 +198,7 @@ class HierarchicalSparseCache(Cache):
             options: As for the constructor.
         """
         new = cls(model, **options)
+        dense: Any
         for index, (layer, dense) in enumerate(zip(new.layers, cache.layers, strict=True)):
             if not isinstance(layer, HierarchicalLayer):
                 new.layers[index] = dense
@@ -236,6 +238,7 @@ class HierarchicalSparseCache(Cache):
         if length == 0:
             self.reset()
             return
+        layer: Any
         for layer in self.layers:
             if isinstance(layer, HierarchicalLayer):
                 if layer.coordinator.length > length:
@@ -345,16 +348,16 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
     HierarchicalSparseCache(model, **options)
     held = model.__dict__.get("generate")
     replaced = getattr(held, "replaced", held)
-    generate = replaced or partial(type(model).generate, model)
+    generate = replaced or partial(type(model).generate, model)  # type: ignore[attr-defined]
 
     def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
         chosen = ("past_key_values", "cache", "cache_implementation")
         if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
-            kwargs["past_key_values"] = HierarchicalSparseCache(model, **options)
+            kwargs[cache_argument(model)] = HierarchicalSparseCache(model, **options)
         return generate(*args, **kwargs)
 
-    generate_hierarchical.replaced = replaced
-    model.generate = generate_hierarchical
+    generate_hierarchical.replaced = replaced  # type: ignore[attr-defined]
+    vars(model)["generate"] = generate_hierarchical
     return _until_exit(model, held)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class SparseCoordinator:
         self.batch = self.heads = 0
         self.recent: tuple[Tensor, ...] | None = None
         self.memory: Memory | None = None
-        self.algorithm = self._make_algorithm()
+        self.algorithm: Any = self._make_algorithm()
 
     # ---- the history -------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class SparseCoordinator:
     def history(self) -> tuple[Tensor, ...]:
         """The whole history on the device, parts `[batch, heads, tokens, width]`."""
         if self.memory is None:
-            return self.recent
+            return self.recent or ()
         parts = self.memory.read(self.length)
         return tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
 
@@ -191,7 +192,7 @@ class SparseCoordinator:
         """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`."""
         self._check(parts)
         if self.memory is None:
-            self._spill(self.recent, None if mask is None else mask[..., :-1])
+            self._spill(self.history(), None if mask is None else mask[..., :-1])
         self.memory.reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2) for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
@@ -204,7 +205,7 @@ class SparseCoordinator:
         items = self.memory.layout.items(self.length)
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
 
-    def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs) -> Tensor:
+    def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
         """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
         buffer, slots = self.memory.fetch(selection)
         return self.backend.attend(

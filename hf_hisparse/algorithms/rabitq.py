@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class RaBitQ(KeyScoring):
     def forget(self) -> None:
         super().forget()
         self.centres = Representations()
-        self.filling: tuple[Tensor, Tensor] | None = None
+        self.filling: Any = None
         """Sum `[rows, width]` float32 and number `[rows, 1]` of the keys of the newest block."""
 
     @property

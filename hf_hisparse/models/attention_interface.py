@@ -72,12 +72,12 @@ class AttentionPatch:
         module: An attention module for which `refusal` is None.
     """
 
-    bases = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+    bases: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
     """Attention implementations that can serve the dense steps."""
 
     def __init__(self, module: nn.Module):
-        self.module = module
-        self.config = module.config
+        self.module: Any = module
+        self.config: Any = module.config
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -130,7 +130,7 @@ class AttentionPatch:
 
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    def _before(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         # An interrupt, unlike an error, calls no hook: the module may still be as it was entered.
         self._after(module, args, None)
         coordinator = coordinator_of(given_cache(kwargs), module.layer_idx)
@@ -179,6 +179,7 @@ class AttentionPatch:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        *,
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,

@@ -49,7 +49,7 @@ class IndexerKeys:
 
     transpose = float = unsqueeze = squeeze = _same
 
-    def __mul__(self, scale: float) -> IndexerKeys:
+    def __mul__(self, scale: Any) -> IndexerKeys:
         self.scale *= scale
         return self
 
@@ -57,7 +57,7 @@ class IndexerKeys:
         self.mask = mask
         return self
 
-    def masked_fill(self, hidden: Tensor, value: float) -> IndexerKeys:
+    def masked_fill(self, hidden: Tensor, value: Any) -> IndexerKeys:
         self.mask = ~hidden
         return self
 
@@ -103,11 +103,11 @@ class LatentPatch(AttentionPatch):
         return None
 
     @staticmethod
-    def native_top_k(module: nn.Module) -> int | None:
+    def native_top_k(module: Any) -> int | None:
         return module.config.index_topk
 
     @staticmethod
-    def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
+    def make_coordinator(module: Any, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         native = module.config.index_topk
         if config.top_k not in (None, native):
             raise ValueError(
@@ -149,6 +149,7 @@ class LatentPatch(AttentionPatch):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        *,
         scaling: float | None = None,
         s_aux: Tensor | None = None,
         indices: Tensor | None = None,
@@ -177,6 +178,7 @@ class LatentPatch(AttentionPatch):
                 self.module, query, key, value, attention_mask, scaling=scaling, **optional, **kwargs
             )[0]
 
+        assert scaling is not None and indices is not None
         up_key, up_value = self._up_projections()
         if new == 1:
             coordinator.append((key, value), attention_mask)

@@ -28,6 +28,7 @@ class ModelPatch:
     def __init__(self, decoder: nn.Module):
         self.layers: dict[int, AttentionPatch] = {}
         self.refusals: dict[int, str] = {}
+        module: Any
         for module in decoder.modules():
             family = next((patch for patch in PATCHES if patch.matches(module)), None)
             if family is None:
@@ -83,7 +84,7 @@ def patch_model(model: nn.Module) -> ModelPatch:
             f"`model` is an encoder-decoder ({type(model).__name__}), whose cross-attention a hierarchical cache cannot "
             "serve; use a decoder-only model"
         )
-    decoder = model.get_decoder()
+    decoder = model.get_decoder()  # type: ignore[operator]
     if _ATTRIBUTE in decoder.__dict__:
         return decoder.__dict__[_ATTRIBUTE]
     patch = ModelPatch(decoder)
@@ -97,6 +98,6 @@ def patch_model(model: nn.Module) -> ModelPatch:
 
 def unpatch_model(model: nn.Module) -> None:
     """Takes the hooks of `patch_model` off. Nothing happens if there are none."""
-    patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)
+    patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)  # type: ignore[operator]
     if patch is not None:
         patch.remove()

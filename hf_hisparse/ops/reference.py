@@ -26,7 +26,7 @@ def host_elements(first: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(first), dtype=dtype, count=count)
 
 
-def _host_rows(addresses: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+def _host_rows(addresses: Tensor, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A view of host memory in which row `i` of the result's first dimension is the item at the `i`-th address.
 
     Returned as `(view, index)`: `view[index]` gathers and `view[index] = x` scatters. The view is made of overlapping
