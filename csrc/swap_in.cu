@@ -10,7 +10,7 @@
 // depend on no order of threads: misses are numbered in order of selection and victims in order of slot, both by counting.
 //
 // Shape. A cluster of blocks takes a row (on an architecture without clusters, one block). Every block works the whole plan
-// out for itself, from the same state, and copies its share of the missed bytes; the first block alone writes state,
+// out for itself, from the same state. The first block alone writes state, the others copy a share of the missed bytes each,
 // after all have read it. threads is a power of two from 32 to 1024, and k <= 4 * threads.
 //
 // The chain for one row of 2048 items in 4096 slots, 307 misses, as predicted (H200, us):
@@ -26,6 +26,7 @@ namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPerThread = 4;  // Selected items a thread holds.
+constexpr int kSlots = 4;      // Slots whose last_used a thread holds, where that is enough of them.
 constexpr int kBinBits = 8, kBins = 1 << kBinBits;  // Of the histogram of last_used.
 
 #if __CUDA_ARCH__ >= 900
@@ -45,14 +46,14 @@ __device__ __forceinline__ unsigned cluster_blocks() {
     return blocks;
 }
 // Orders no memory, so that it does not wait for loads under way: what it separates is reads already used from writes.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 #else
 __device__ __forceinline__ unsigned cluster_id() { return blockIdx.x; }
 __device__ __forceinline__ unsigned cluster_rank() { return 0; }
 __device__ __forceinline__ unsigned cluster_blocks() { return 1; }
-__device__ __forceinline__ void cluster_barrier() {}
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
 #endif
 
 // Brings a line near; nobody waits for it.
@@ -164,9 +165,27 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) slot[i] = item[i] >= 0 ? item_slot[item[i]] : -1;
 
+    // Loads come back in order: one that is asked for behind a read of host memory waits for it. So what the plan needs is
+    // read before the first of those, and kept.
+    const bool kept = slots <= kSlots * threads;
+    int used[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+        const int s = own.begin + i * 32 + lane;
+        used[i] = kept && s < own.end ? last_used[s] : 0x7fffffff;
+    }
+    // Calls `body(slot, last_used)` for the warp's slots, a lane each; slots from own.end on are none.
+    const auto each_slot = [&](auto body) {
+        if (kept) {
+#pragma unroll
+            for (int i = 0; i < kSlots; ++i) body(own.begin + i * 32 + lane, used[i]);
+        } else {
+#pragma unroll 2
+            for (int s = own.begin + lane; s - lane < own.end; s += 32) body(s, s < own.end ? last_used[s] : 0x7fffffff);
+        }
+    };
     int oldest = 0x7fffffff;
-#pragma unroll 4
-    for (int s = own.begin + lane; s < own.end; s += 32) oldest = min(oldest, last_used[s]);
+    each_slot([&](int, int last) { oldest = min(oldest, last); });
     oldest = __reduce_min_sync(kAll, oldest);
 
     // ---- mark the hits, count the misses ----
@@ -218,6 +237,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
         return;
     }
 
+    if (kept) cluster_arrive();  // This block has read its state.
+
     // ---- number the misses in order of selection, count the slots by age ----
     int rank = sum_before(scratch.selected) & 0xffff;
     unsigned address_bits = 0;
@@ -238,11 +259,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     unsigned low = 0;  // What is searched lies at oldest + low and above.
     int shift = max(0, 32 - __clz(now - oldest) - kBinBits);
     const auto count_ages = [&]() {
-#pragma unroll 2
-        for (int s = own.begin + lane; s < own.end; s += 32) {
-            const unsigned bin = (static_cast<unsigned>(last_used[s] - oldest) - low) >> shift;
-            if (!is_hit[s] && bin < kBins) atomicAdd(&scratch.bins[bin], 1);
-        }
+        each_slot([&](int s, int last) {
+            const unsigned bin = (static_cast<unsigned>(last - oldest) - low) >> shift;
+            if (s < own.end && !is_hit[s] && bin < kBins) atomicAdd(&scratch.bins[bin], 1);
+        });
     };
     count_ages();
     __syncthreads();
@@ -252,7 +272,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     const auto source = [&](unsigned i) { return miss_address[i]; };
     const auto target = [&](unsigned i) { return buffer + victim[i] * item_bytes; };
     const unsigned bytes = word_bytes(reinterpret_cast<unsigned long long>(buffer) | item_bytes | scratch.address_bits);
-    const auto start = [&]() { return Walk(misses, static_cast<unsigned>(item_bytes) / bytes, block, blocks); };
+    // The first of several blocks copies nothing: the state that it reads and writes would wait for its copies.
+    const unsigned copiers = max(blocks - 1, 1u);
+    const auto start = [&]() {
+        Walk walk(misses, static_cast<unsigned>(item_bytes) / bytes, blocks == 1 ? 0 : block - 1, copiers);
+        if (block == 0 && blocks > 1) walk.end = 0;
+        return walk;
+    };
     uint4 ahead[kInFlight];
     if (bytes == 16) load_words(ahead, start(), source);
 #endif
@@ -276,33 +302,31 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
 
     // ---- number them in order of slot ----
     unsigned older, ties, counts = 0;
-    const auto classify = [&](int s) {
+    const auto classify = [&](int s, int last) {
         const bool free = s < own.end && !is_hit[s];
-        const int used = free ? last_used[s] : 0;
-        older = __ballot_sync(kAll, free && used < threshold);
-        ties = __ballot_sync(kAll, free && used == threshold);
+        older = __ballot_sync(kAll, free && last < threshold);
+        ties = __ballot_sync(kAll, free && last == threshold);
     };
-#pragma unroll 1
-    for (int s = own.begin; s < own.end; s += 32) {
-        classify(s + lane);
+    each_slot([&](int s, int last) {
+        classify(s, last);
         counts += __popc(older) + (__popc(ties) << 16);
-    }
+    });
     if (lane == 0) scratch.victims[warp] = counts;
     __syncthreads();
     counts = sum_before(scratch.victims);
     int older_before = counts & 0xffff, ties_before = counts >> 16;
-#pragma unroll 1
-    for (int s = own.begin; s < own.end; s += 32) {
-        classify(s + lane);
+    each_slot([&](int s, int last) {
+        classify(s, last);
         const int tie = ties_before + __popc(ties & lanes_before);
         if ((older >> lane & 1) || ((ties >> lane & 1) && tie < need)) {
-            victim[older_before + __popc(older & lanes_before) + min(tie, need)] = s + lane;
+            victim[older_before + __popc(older & lanes_before) + min(tie, need)] = s;
         }
         older_before += __popc(older);
         ties_before += __popc(ties);
-    }
+    });
     __syncthreads();
-    cluster_barrier();  // Every block of the row has read its state.
+    if (!kept) cluster_arrive();
+    cluster_wait();  // Every block of the row has read its state.
 
     if (block == 0) {
 #pragma unroll 1

@@ -34,9 +34,9 @@ class TrueScores(KeyScoring):
         return {"keys": keys.squeeze(2)}
 
     def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
-        tokens = self.representations["keys"].shape[1]
+        tokens = min(items * self.page_size, self.representations["keys"].shape[1])
         logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
-        logits[:, :, :tokens] = query.float() @ self.representations["keys"].float().transpose(1, 2) * scale
+        logits[:, :, :tokens] = query.float() @ self.representations["keys"][:, :tokens].float().mT * scale
         return scoring.softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
 
 
