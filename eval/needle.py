@@ -111,7 +111,8 @@ def main() -> None:
             unpatch_model(model)
         bar.close()
         for (name, budget), count in kept.items():
-            rows.append({"text": kind, "method": name, "budget": budget, "dense_right": right, "kept": count, "tried": tried})
+            row = {"text": kind, "method": name, "budget": budget}
+            rows.append(row | {"dense_right": right, "kept": count, "tried": tried})
             print(f"{kind:7s} {name:20s} {budget:5d}  {count} of {right}")
     write_results(args.output, rows, environment=environment(args.device))
 

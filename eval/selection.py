@@ -1,8 +1,8 @@
 """How much attention a selection keeps: `python -m eval.selection`.
 
-A dense model decodes a real text; at every step, in every layer, each selection method chooses from the layer's true keys
-with its true query, and the softmax mass of what it chose is recorded. This is what the defaults were chosen by: page
-size, how the query heads of a group are combined, and what is always kept.
+A dense model decodes a real text; at every step, in every layer, each selection method chooses from the layer's true
+keys with its true query, and the softmax mass of what it chose is recorded. This is what the defaults were chosen by:
+page size, how the query heads of a group are combined, and what is always kept.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def variants(keep: tuple[int, int]) -> dict[str, Callable[[], KeyScoring]]:
 
 def gpu_bytes(algorithm: KeyScoring, rows: int, tokens: int) -> float:
     """Bytes of representation a token and row."""
-    return sum(t[:, : -(-tokens // algorithm.granularity)].nbytes for t in algorithm.representations.tensors.values()) / (
-        rows * tokens
-    )
+    entries = -(-tokens // algorithm.granularity)
+    held = sum(tensor[:, :entries].nbytes for tensor in algorithm.representations.tensors.values())
+    return held / (rows * tokens)
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
 
     def measure(module, query, key, value, attention_mask, scaling=None, **kwargs):
         if query.shape[2] == 1:
-            batch, kv_heads, tokens, width = key.shape
+            _, kv_heads, tokens, width = key.shape
             grouped, keys = query.reshape(kv_heads, -1, width), key.flatten(0, 1)
             true = (grouped.float() @ keys.float().transpose(1, 2) * scaling).softmax(-1)
             starts = torch.zeros(kv_heads, dtype=torch.int64, device=key.device)
@@ -107,7 +107,8 @@ def main() -> None:
                     nbytes[name] = gpu_bytes(algorithm, kv_heads, tokens)
                     page = algorithm.page_size
                     items = -(-tokens // page)
-                    padded = torch.nn.functional.pad(true, (0, items * page - tokens)).unflatten(2, (items, page)).sum(3)
+                    padded = torch.nn.functional.pad(true, (0, items * page - tokens))
+                    padded = padded.unflatten(2, (items, page)).sum(3)
                     for budget in args.budgets:
                         if budget // page < algorithm.kept_items:
                             continue
@@ -136,7 +137,8 @@ def main() -> None:
         for (name, keep, budget), m in kept.items()
     ]
     for row in rows:
-        print(f"{row['method']:38s} keep {row['kept']:8s} {row['gpu_bytes']:6.1f} B  {row['budget']:5d}  {row['mass']:.3f}")
+        method = f"{row['method']:38s} keep {row['kept']:8s} {row['gpu_bytes']:6.1f} B"
+        print(f"{method}  {row['budget']:5d}  {row['mass']:.3f}")
     write_results(args.output, rows, environment=environment(args.device))
 
 

@@ -53,8 +53,8 @@ class HierarchicalLayer(CacheLayerMixin):
         if self.coordinator.attending:
             return key_states, value_states
         logger.warning_once(
-            "A HierarchicalSparseCache is used by a model that is not patched: attention is dense and the whole KV stays "
-            "on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model it is used with."
+            "A HierarchicalSparseCache is used by a model that is not patched: attention is dense and the whole KV "
+            "stays on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model it is used with."
         )
         keys, values = self.coordinator.extend_dense((key_states, value_states))
         return keys, values
@@ -89,15 +89,17 @@ class HierarchicalLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
         if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes the number of tokens to remove as a negative integer, not {tokens_to_remove}")
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
+            )
         if tokens_to_remove < 0:
             self.coordinator.crop(-tokens_to_remove)
 
     def _select(self, index: Tensor) -> None:
         if self.coordinator.memory is not None:
             logger.warning_once(
-                "The batch of a HierarchicalSparseCache is reordered, as beam search does: each reordering moves the whole "
-                "history through the device, which is slow. Sampling and greedy search do not reorder."
+                "The batch of a HierarchicalSparseCache is reordered, as beam search does: each reordering moves the "
+                "whole history through the device, which is slow. Sampling and greedy search do not reorder."
             )
         self.coordinator.select_batch(index)
 
@@ -122,9 +124,9 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own classes.
-    A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by `algorithm`;
-    up to `top_k` tokens of context that is everything.
+    Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
+    classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
+    `algorithm`; up to `top_k` tokens of context that is everything.
 
     Args:
         model: The model that will use it, a decoder-only transformers model.
@@ -176,7 +178,7 @@ class HierarchicalSparseCache(Cache):
                 reason = "; ".join(refused) or "it has no full-attention layer outside `dense_layers`"
                 raise ValueError(f"no layer of `model` ({type(model).__name__}) can be hierarchical: {reason}")
             logger.warning_once(
-                f"{type(model).__name__} has no full-attention layer: its history is bounded by itself, and none of it goes "
+                f"{type(model).__name__} has no full-attention layer: its history is bounded, and none of it goes "
                 "to host memory."
             )
         for reason, indices in refused.items():
@@ -228,7 +230,7 @@ class HierarchicalSparseCache(Cache):
         super().crop(tokens_to_remove)
 
     def end_forward(self, failed: bool) -> None:
-        """Called after a patched model's forward. What one that failed left in the layers before the failure is dropped."""
+        """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
         if self._begun is None:
             return
         length, windows = self._begun
@@ -270,13 +272,13 @@ class HierarchicalSparseCache(Cache):
         length = self.get_seq_length()
         if length and coordinators and batch != coordinators[0].batch:
             raise ValueError(
-                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, or "
-                "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
+                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, "
+                "or `cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
             )
         if self._max_length is not None and length + tokens > self._max_length:
             raise ValueError(
                 f"{length} tokens in the cache and {tokens} new ones pass the model's `max_position_embeddings` of "
-                f"{self._max_length}; use a shorter prompt, a smaller `max_new_tokens`, or a model with scaled positions"
+                f"{self._max_length}; use a shorter prompt, fewer `max_new_tokens`, or a model with scaled positions"
             )
         parameter = next(decoder.parameters())
         if length and self._parameters not in (None, (parameter.dtype, parameter.device)):
@@ -306,7 +308,9 @@ class HierarchicalSparseCache(Cache):
     def __repr__(self) -> str:
         hierarchical = [layer.coordinator for _, layer in self._hierarchical]
         if not hierarchical:
-            return f"HierarchicalSparseCache({self.get_seq_length()} tokens, no layer of {len(self.layers)} hierarchical)"
+            return (
+                f"HierarchicalSparseCache({self.get_seq_length()} tokens, 0 of {len(self.layers)} layers hierarchical)"
+            )
         first = hierarchical[0]
         device = sum(coordinator.device_bytes for coordinator in hierarchical)
         host = sum(coordinator.host_bytes for coordinator in hierarchical)

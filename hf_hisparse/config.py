@@ -58,8 +58,8 @@ class HiSparseConfig:
         k = top_k // page_size
         if k < kept:
             raise ValueError(
-                f"`top_k={top_k}` holds {k} items of `page_size={page_size}`, fewer than the {kept} that `sink_tokens` and "
-                "`recent_tokens` always keep; raise `top_k` or lower one of these"
+                f"`top_k={top_k}` holds {k} items of `page_size={page_size}`, fewer than the {kept} that `sink_tokens` "
+                "and `recent_tokens` always keep; raise `top_k` or lower one of these"
             )
         slots = (2 * top_k if self.buffer_size is None else self.buffer_size) // page_size
         if slots < k:

@@ -91,8 +91,8 @@ class SparseCoordinator:
         dtype, device = (held[0].dtype, held[0].device) if held else (self.memory.dtype, self.memory.device)
         if (parts[0].dtype, parts[0].device) != (dtype, device):
             raise ValueError(
-                f"the cache holds {dtype} on {device} and was given {parts[0].dtype} on {parts[0].device}; use a new cache "
-                "after moving or casting the model"
+                f"the cache holds {dtype} on {device} and was given {parts[0].dtype} on {parts[0].device}; use a new "
+                "cache after moving or casting the model"
             )
         widths = tuple(part.shape[-1] for part in (held or ())) or self.memory.layout.widths
         if heads != self.heads or tuple(part.shape[-1] for part in parts) != widths:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -48,7 +47,7 @@ class ItemLayout:
         return -(-tokens // self.page_size)
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Packs parts of shape `[rows, tokens, width]` into items `[rows, items, elements]`; the last may be part-filled.
+        """Packs parts of shape `[rows, tokens, width]` into items `[rows, items, elements]`, the last maybe part-filled.
 
         Padding is zeros, never uninitialised memory: a masked value still meets a multiplication by zero.
         """

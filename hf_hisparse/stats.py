@@ -73,7 +73,7 @@ class CacheStats:
     @property
     def step_hit_rates(self) -> list[float]:
         """The hit rate of each of the latest steps, over all layers, oldest first."""
-        steps = zip(*(layer.steps for layer in self.layers if layer.steps))
+        steps = zip(*(layer.steps for layer in self.layers if layer.steps), strict=False)
         sums = [(sum(h for h, _ in step), sum(m for _, m in step)) for step in steps]
         return [hits / (hits + misses) for hits, misses in sums if hits + misses]
 
@@ -89,7 +89,9 @@ def _rate(hits: int, misses: int) -> float | None:
     return hits / (hits + misses) if hits + misses else None
 
 
-def layer_stats(layer: int, counts: Tensor | None, log: Tensor | None, item_bytes: int, held: tuple[int, int]) -> LayerStats:
+def layer_stats(
+    layer: int, counts: Tensor | None, log: Tensor | None, item_bytes: int, held: tuple[int, int]
+) -> LayerStats:
     """The stats of a layer from its memory's counters; see `Memory.counts` and `Memory.log`."""
     hits, misses = (0, 0) if counts is None else (int(count) for count in counts)
     steps = [] if log is None else [(int(h), int(m)) for h, m in log]

@@ -160,7 +160,7 @@ class KeyScoring(SparseAlgorithm):
 
     @staticmethod
     def cut(keys: Tensor, start: int, starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which of them are valid."""
+        """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which are valid."""
         rows, tokens, width = keys.shape
         n = -(-tokens // size)
         position = start + torch.arange(n * size, device=keys.device)
@@ -191,9 +191,7 @@ class KeyScoring(SparseAlgorithm):
         for name, value in new.items():
             self.representations[name][rows, entry] = value.squeeze(1)
 
-    def retrieve_topk(
-        self, query: Tensor, k: int, items: int, scale: float, starts: Tensor, lengths: Tensor
-    ) -> Tensor:
+    def retrieve_topk(self, query: Tensor, k: int, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         """Selects `k` items a row: the sink, the newest, then the best scored.
 
         Args:

@@ -23,8 +23,8 @@ def rotation(width: int, device: torch.device) -> Tensor:
 class RaBitQ(KeyScoring):
     """Keeps the signs of each centred and rotated key, and one scale.
 
-    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then q . centre + (R q) . (a sign(x)) is an
-    unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by the mean
+    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then q . centre + (R q) . (a sign(x)) is
+    an unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by the mean
     key of the block before it, which follows the slow turns of the rotary embedding and is known when a token arrives,
     so that bits never need recomputing. A sequence's first block is centred by its own mean.
     """
@@ -88,7 +88,7 @@ class RaBitQ(KeyScoring):
 
     @staticmethod
     def encode(centred: Tensor) -> dict[str, Tensor]:
-        """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8 and scales `[rows, n]` float16."""
+        """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8, scales `[rows, n]` float16."""
         x = centred @ rotation(centred.shape[-1], centred.device)
         scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)

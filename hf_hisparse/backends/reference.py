@@ -32,7 +32,9 @@ class ReferenceBackend(AttentionBackend):
 
         within = torch.arange(layout.page_size, device=query.device)
         position = selection.long().unsqueeze(-1) * layout.page_size + within
-        valid = (position >= starts.view(-1, 1, 1)) & (position < lengths.view(-1, 1, 1)) & (selection >= 0).unsqueeze(-1)
+        valid = (
+            (position >= starts.view(-1, 1, 1)) & (position < lengths.view(-1, 1, 1)) & (selection >= 0).unsqueeze(-1)
+        )
         valid = valid.flatten(1)
 
         logits = query.float() @ keys.transpose(1, 2) * scale

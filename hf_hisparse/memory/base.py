@@ -34,7 +34,10 @@ class Memory(ABC):
 
     @abstractmethod
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
-        """The parts `[rows, tokens - start, width]` of tokens `start` to `tokens`, on the device; `start` begins an item."""
+        """The parts `[rows, tokens - start, width]` of tokens `start` to `tokens`, on the device.
+
+        `start` begins an item.
+        """
 
     @abstractmethod
     def append(self, token: Tensor, position: Tensor) -> None:
@@ -59,5 +62,5 @@ class Memory(ABC):
         return None
 
     def log(self) -> Tensor | None:
-        """`[steps, 2]` int64 on the CPU, hits and misses of the latest steps, oldest first; None where nothing can miss."""
+        """`[steps, 2]` int64 on the CPU, hits and misses of the latest steps, oldest first; None if nothing can miss."""
         return None

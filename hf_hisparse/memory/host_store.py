@@ -18,7 +18,7 @@ SLAB_BYTES = 1 << 18
 class HostStore:
     """`[row][item][elements]` in slabs of `items_per_slab` items, found through a table of addresses.
 
-    Growing adds a chunk, one allocation that holds the next slabs of every row, and leaves earlier slabs where they are.
+    Growing adds a chunk, one allocation with the next slabs of every row, and leaves earlier slabs where they are.
 
     Args:
         rows, elements, dtype: The shape of the history: `rows` sequences of items of `elements` elements.
@@ -26,8 +26,8 @@ class HostStore:
     """
 
     _latest: ClassVar[torch.cuda.Event | None] = None
-    """The latest write of any store. Writers wait for it, so that a prefill holds the layer being computed and the layer
-    being written, and never more."""
+    """The latest write of any store. Writers wait for it, so that a prefill holds the layer being computed and the
+    layer being written, and never more."""
 
     def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device):
         self.rows, self.elements, self.dtype, self.device = rows, elements, dtype, device
@@ -56,7 +56,8 @@ class HostStore:
         slabs = max(-(-items // self.items_per_slab) - held, held // 4, 1)
         shape = (self.rows, slabs * self.items_per_slab, self.elements)
         try:
-            chunk = pinned.allocate(self.rows * slabs * self.items_per_slab * self.item_bytes, self.device.type == "cuda")
+            nbytes = self.rows * slabs * self.items_per_slab * self.item_bytes
+            chunk = pinned.allocate(nbytes, self.device.type == "cuda")
         except MemoryError as error:
             raise MemoryError(f"{error}; {self.nbytes / 2**20:.0f} MiB are held and intact") from error
         self.chunks.append(chunk.view(self.dtype).view(shape))

@@ -43,8 +43,8 @@ def allocate(nbytes: int, pin: bool) -> Tensor:
         status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0))
         if status != 0:
             raise MemoryError(
-                f"{wanted} could not be pinned (CUDA error {status}); raise the limit on locked memory (`ulimit -l`), or "
-                "use a smaller batch or context"
+                f"{wanted} could not be pinned (CUDA error {status}); raise the limit on locked memory (`ulimit -l`), "
+                "or use a smaller batch or context"
             )
         region.registered = tensor.data_ptr()
     return tensor

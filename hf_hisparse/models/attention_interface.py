@@ -207,9 +207,7 @@ class AttentionPatch:
             key, value = coordinator.extend((key, value), attention_mask)
             optional = {"softcap": softcap, "s_aux": s_aux}
             kwargs |= {name: value for name, value in optional.items() if value is not None}
-            return self.dense_function()(
-                self.module, query, key, value, attention_mask, scaling=scaling, **kwargs
-            )[0]
+            return self.dense_function()(self.module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         scaling = width**-0.5 if scaling is None else scaling
         kv_heads = key.shape[1]
         coordinator.append((key, value), attention_mask)

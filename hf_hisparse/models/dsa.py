@@ -10,7 +10,6 @@ latents, and attends to them with the up-projections absorbed into the query and
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class IndexerKeys:
         if function is nn.functional.relu:
             return args[0]
         name = getattr(function, "__name__", str(function))
-        raise TypeError(f"the model's indexer scores its keys with `{name}`, which is not supported; use `dense_layers`")
+        raise TypeError(f"the model's indexer scores its keys with `{name}`, which is unsupported; use `dense_layers`")
 
 
 class LatentPatch(AttentionPatch):
@@ -211,7 +210,7 @@ class LatentPatch(AttentionPatch):
         return torch.cat(blocks, dim=1)
 
     def _absorb(self, query: Tensor, up_key: Tensor) -> Tensor:
-        """Queries `[batch, heads, n, nope + rotary]` as queries on latent rows, `[batch, n, heads, latent + rotary]`."""
+        """Queries `[batch, heads, n, nope + rotary]` as queries on latent rows `[batch, n, heads, latent + rotary]`."""
         nope, rotary = query.split([self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], dim=-1)
         return torch.cat((nope @ up_key, rotary), dim=-1).transpose(1, 2)
 

@@ -81,8 +81,8 @@ def patch_model(model: nn.Module) -> ModelPatch:
         raise ValueError(f"`model` must be a transformers model, not {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"`model` is an encoder-decoder ({type(model).__name__}), whose cross-attention a hierarchical cache cannot "
-            "serve; use a decoder-only model"
+            f"`model` is an encoder-decoder ({type(model).__name__}), whose cross-attention a hierarchical cache "
+            "cannot serve; use a decoder-only model"
         )
     decoder = model.get_decoder()  # type: ignore[operator]
     if _ATTRIBUTE in decoder.__dict__:
