@@ -42,8 +42,8 @@ def with_needle(haystack: str, topic: str, number: int, depth: float) -> str:
 def prompt(haystack: str, topic: str) -> str:
     """The question about a haystack, in words that RULER's needle task made common."""
     return (
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the numbers afterwards.\n{haystack}\n"
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        f"about the numbers afterwards.\n{haystack}\n"
         f"What is the special magic number for {topic} mentioned in the provided text?"
     )
 

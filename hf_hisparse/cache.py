@@ -54,7 +54,7 @@ class HierarchicalLayer(CacheLayerMixin):
             return key_states, value_states
         logger.warning_once(
             "A HierarchicalSparseCache is used by a model that is not patched: attention is dense and the whole KV "
-            "stays on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model it is used with."
+            "stays on the device. Call `hf_hisparse.patch_model(model)`, or make the cache from the model that uses it."
         )
         keys, values = self.coordinator.extend_dense((key_states, value_states))
         return keys, values
@@ -272,8 +272,8 @@ class HierarchicalSparseCache(Cache):
         length = self.get_seq_length()
         if length and coordinators and batch != coordinators[0].batch:
             raise ValueError(
-                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new cache, "
-                "or `cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
+                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new "
+                "cache, or `cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
             )
         if self._max_length is not None and length + tokens > self._max_length:
             raise ValueError(

@@ -47,7 +47,7 @@ class ItemLayout:
         return -(-tokens // self.page_size)
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Packs parts of shape `[rows, tokens, width]` into items `[rows, items, elements]`, the last maybe part-filled.
+        """Packs parts of shape `[rows, tokens, width]` into items `[rows, items, elements]`, the last maybe in part.
 
         Padding is zeros, never uninitialised memory: a masked value still meets a multiplication by zero.
         """

@@ -23,10 +23,10 @@ def rotation(width: int, device: torch.device) -> Tensor:
 class RaBitQ(KeyScoring):
     """Keeps the signs of each centred and rotated key, and one scale.
 
-    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then q . centre + (R q) . (a sign(x)) is
-    an unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by the mean
-    key of the block before it, which follows the slow turns of the rotary embedding and is known when a token arrives,
-    so that bits never need recomputing. A sequence's first block is centred by its own mean.
+    With c = key - centre and x = R c, it keeps sign(x) and a = |x|_2^2 / |x|_1. Then q . centre + (R q) . (a sign(x))
+    is an unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by
+    the mean key of the block before it, which follows the slow turns of the rotary embedding and is known when a token
+    arrives, so that bits never need recomputing. A sequence's first block is centred by its own mean.
     """
 
     page_size = 4

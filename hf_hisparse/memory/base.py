@@ -62,5 +62,5 @@ class Memory(ABC):
         return None
 
     def log(self) -> Tensor | None:
-        """`[steps, 2]` int64 on the CPU, hits and misses of the latest steps, oldest first; None if nothing can miss."""
+        """`[steps, 2]` int64 on the CPU, hits and misses of the latest steps, oldest first; None where none miss."""
         return None
