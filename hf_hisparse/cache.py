@@ -21,7 +21,7 @@ from transformers.utils import logging
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.models import cache_argument, patch_model
+from hf_hisparse.models import ModelPatch, cache_argument, is_patched, patch_model, unpatch_model
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
 
@@ -155,7 +155,23 @@ class HierarchicalSparseCache(Cache):
             dense_layers=frozenset(dense_layers),
             **options,
         )
+        patched = is_patched(model)
         patch = patch_model(model)
+        try:
+            layers = self._make_layers(model, patch)
+        except ValueError:
+            if not patched:
+                unpatch_model(model)
+            raise
+        self._max_length = _max_length(model.config.get_text_config(decoder=True))  # type: ignore[operator]
+        self._parameters: tuple[torch.dtype, torch.device] | None = None
+        self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
+        """While a forward is under way: the length before it, and the sliding windows as they were."""
+        self._lost = False
+        super().__init__(layers=layers)
+
+    def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
+        """transformers' own layers, with hierarchical ones in place of those of full attention."""
         text_config = model.config.get_text_config(decoder=True)  # type: ignore[operator]
         backend_name = self.config.backend or "reference"
         if backend_name not in BACKENDS:
@@ -183,12 +199,7 @@ class HierarchicalSparseCache(Cache):
             )
         for reason, indices in refused.items():
             logger.warning_once(f"Layers {indices} of {type(model).__name__} stay dense on the device: {reason}.")
-        self._max_length = _max_length(text_config)
-        self._parameters: tuple[torch.dtype, torch.device] | None = None
-        self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
-        """While a forward is under way: the length before it, and the sliding windows as they were."""
-        self._lost = False
-        super().__init__(layers=layers)
+        return layers
 
     @classmethod
     def from_dense(cls, model: nn.Module, cache: Cache, **options: Any) -> HierarchicalSparseCache:

@@ -48,6 +48,13 @@ class ModelPatch:
         begin: Callable | None = getattr(given_cache(kwargs), "begin_forward", None)
         if begin is None:
             return
+        wanted = kwargs.get("output_attentions")
+        wanted = getattr(decoder.config, "output_attentions", False) if wanted is None else wanted
+        if wanted and decoder.config._attn_implementation == "eager":
+            raise ValueError(
+                "`output_attentions=True`: attention over a hierarchical cache keeps no weights; leave it out, or use "
+                "another cache"
+            )
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
             inputs = kwargs.get("input_ids", args[0] if args else None)
@@ -94,6 +101,11 @@ def patch_model(model: nn.Module) -> ModelPatch:
         raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
     decoder.__dict__[_ATTRIBUTE] = patch
     return patch
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` was called for a model, and not undone."""
+    return hasattr(model, "get_decoder") and _ATTRIBUTE in model.get_decoder().__dict__  # type: ignore[operator]
 
 
 def unpatch_model(model: nn.Module) -> None:
