@@ -1,0 +1,415 @@
+"""Bad arguments and uses: each an error that names the argument and the fix, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, T5Config
+
+from hf_hisparse import HierarchicalSparseCache, HiSparseConfig, patch_model, unpatch_model
+from hf_hisparse.algorithms import LightningIndexer, Quest
+from hf_hisparse.backends import ReferenceBackend
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.layout import ItemLayout
+from hf_hisparse.memory import host_store, pinned
+from tests.helpers import GQA, decode, dense_cache, forward, generate, make_model, random_ids, same_bits
+from tests.test_cache_api import state_of, steps
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "top_k zero": ({"top_k": 0}, ["`top_k`", "positive integer", "0"]),
+    "top_k negative": ({"top_k": -4}, ["`top_k`", "positive integer", "-4"]),
+    "top_k float": ({"top_k": 64.0}, ["`top_k`", "positive integer", "64.0"]),
+    "top_k below a page": (
+        {"top_k": 16, "algorithm": "quest", "page_size": 32},
+        ["`top_k=16`", "`page_size=32`", "raise `top_k` or lower `page_size`"],
+    ),
+    "top_k below what is kept": (
+        {"top_k": 40, "sink_tokens": 20, "recent_tokens": 30, "page_size": 4},
+        ["`top_k=40`", "`sink_tokens`", "`recent_tokens`", "raise `top_k`"],
+    ),
+    "buffer under top_k": (
+        {"top_k": 64, "buffer_size": 32, "page_size": 4},
+        ["`buffer_size=32`", "`top_k=64`", "use `buffer_size=64` or more"],
+    ),
+    "buffer zero": ({"buffer_size": 0}, ["`buffer_size`", "positive integer"]),
+    "page zero": ({"page_size": 0}, ["`page_size`", "positive integer"]),
+    "sink negative": ({"sink_tokens": -1}, ["`sink_tokens`", "zero or a positive integer", "-1"]),
+    "recent negative": ({"recent_tokens": -1}, ["`recent_tokens`", "zero or a positive integer", "-1"]),
+    "unknown algorithm": ({"algorithm": "fastest"}, ["`algorithm`", "'fastest'", "'auto'", "'quest'", "'rabitq'"]),
+    "unknown backend": ({"backend": "magic"}, ["`backend`", "'magic'", "'reference'"]),
+    "dense layer too large": ({"dense_layers": [0, 2]}, ["`dense_layers`", "[2]", "layers 0 to 1"]),
+    "dense layer negative": ({"dense_layers": [-1]}, ["`dense_layers`", "[-1]", "layers 0 to 1"]),
+    "every layer dense": ({"dense_layers": [0, 1]}, ["`dense_layers`", "no full-attention layer"]),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_cannot_be(case):
+    options, said = OPTIONS[case]
+    model = make_model("llama")
+    before = state_of(model)
+    with pytest.raises(ValueError) as error:
+        HierarchicalSparseCache(model, **options)
+    for words in said:
+        assert words in str(error.value)
+    assert state_of(model) == before
+
+
+def test_a_refusal_leaves_a_patched_model_patched():
+    model = make_model("llama")
+    cache = HierarchicalSparseCache(model, **GQA)
+    before = state_of(model)
+    with pytest.raises(ValueError, match="`algorithm` must be"):
+        HierarchicalSparseCache(model, algorithm="fastest")
+    assert state_of(model) == before
+    assert decode(model, random_ids(1, 60), cache, 50).isfinite().all() and cache.stats().misses
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(TypeError, match="topk"):
+        HierarchicalSparseCache(make_model("llama"), topk=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_k": 64}, ["`top_k=64`", "`index_topk=32`", "leave `top_k` out"]),
+        ({"algorithm": "quest"}, ["`algorithm='quest'`", "its own indexer", "use `algorithm='auto'`"]),
+        ({"page_size": 4}, ["`page_size=4`", "single tokens", "leave `page_size` out"]),
+        ({"buffer_size": 16}, ["`buffer_size=16`", "`top_k=32`", "use `buffer_size=32` or more"]),
+    ],
+)
+def test_options_of_a_model_that_selects_by_itself(options, said):
+    with pytest.raises(ValueError) as error:
+        HierarchicalSparseCache(make_model("deepseek_v32"), **options)
+    for words in said:
+        assert words in str(error.value)
+    HierarchicalSparseCache(make_model("deepseek_v32"), top_k=32, page_size=1)
+
+
+def test_a_config_cannot_be_changed_behind_its_back():
+    with pytest.raises(AttributeError):
+        HiSparseConfig().top_k = 3
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def t5() -> nn.Module:
+    shape = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return AutoModelForSeq2SeqLM.from_config(T5Config(**shape))
+
+
+def bert() -> nn.Module:
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(BertConfig(**shape, intermediate_size=16, is_decoder=True))
+
+
+def mamba() -> nn.Module:
+    from transformers import MambaConfig
+
+    return AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
+
+
+MODELS = {
+    "encoder-decoder": (t5, ["`model`", "encoder-decoder", "T5ForConditionalGeneration", "use a decoder-only model"]),
+    "no attention": (mamba, ["`model`", "MambaForCausalLM", "attention interface"]),
+    "not of transformers": (partial(nn.Linear, 2, 2), ["`model`", "transformers model", "Linear"]),
+}
+
+
+@pytest.mark.parametrize("make", [HierarchicalSparseCache, patch_model])
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_served(case, make):
+    build, said = MODELS[case]
+    model = build()
+    before = state_of(model)
+    with pytest.raises(ValueError) as error:
+        make(model)
+    for words in said:
+        assert words in str(error.value)
+    assert state_of(model) == before
+
+
+# ---- uses, and the cache as it was afterwards ------------------------------------------------------------------------
+
+
+class Kept:
+    """A model, and a cache with a history that must come through whatever is tried on it."""
+
+    def __init__(self, name: str = "llama", tokens: int = 60, **overrides: Any):
+        self.model = make_model(name, **overrides)
+        self.options = GQA if name == "llama" else {}
+        self.ids, self.more = random_ids(2, tokens), random_ids(2, 5, seed=1)
+        self.cache = self.fresh()
+
+    def fresh(self) -> HierarchicalSparseCache:
+        cache = HierarchicalSparseCache(self.model, **self.options)
+        forward(self.model, self.ids, cache)
+        return cache
+
+    def refused(self, error: type[Exception], said: list[str], attempt: Callable[[], Any]) -> None:
+        before = state_of(self.model)
+        with pytest.raises(error) as raised:
+            attempt()
+        for words in said:
+            assert words in str(raised.value)
+        assert state_of(self.model) == before
+        assert self.cache.get_seq_length() == self.ids.shape[1]
+
+    def intact(self) -> None:
+        a, b = (steps(self.model, self.more, cache) for cache in (self.cache, self.fresh()))
+        assert same_bits(a, b)
+
+
+@pytest.fixture(params=["llama", "deepseek_v32"])
+def kept(request) -> Kept:
+    return Kept(request.param)
+
+
+@pytest.mark.parametrize("tokens", [20, 60], ids=["dense", "sparse"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_batch_of_another_size(tokens, batch, new):
+    kept = Kept(tokens=tokens)
+    said = ["a batch of 2", f"given a batch of {batch}", "use a new cache", "cache.batch_select_indices"]
+    kept.refused(ValueError, said, lambda: forward(kept.model, random_ids(batch, new), kept.cache))
+    kept.intact()
+
+
+def test_a_batch_of_another_size_in_generate(kept):
+    ids = random_ids(3, 70)
+    kept.refused(ValueError, ["batch of 2", "batch of 3"], lambda: generate(kept.model, ids, kept.cache, 4))
+    kept.intact()
+
+
+def test_another_dtype(kept):
+    tensors = [*kept.model.parameters(), *kept.model.buffers()]
+    held = [tensor.data for tensor in tensors]
+    kept.model.to(torch.bfloat16)
+    said = ["torch.float32", "torch.bfloat16", "use a new cache"]
+    kept.refused(ValueError, said, lambda: forward(kept.model, kept.more, kept.cache))
+    kept.model.to(torch.float32)
+    for tensor, data in zip([*kept.model.parameters(), *kept.model.buffers()], held, strict=True):
+        tensor.data = data
+    kept.intact()
+
+
+@pytest.mark.parametrize("tokens", [3, 20], ids=["dense", "sparse"])
+def test_another_device_or_dtype_in_a_layer(tokens):
+    """What a model spread over devices would hand to a layer, one of them having moved."""
+    layout = partial(ItemLayout.page_head, 4)
+    coordinator = SparseCoordinator(8, 2, 4, layout, partial(Quest, 4, 1, 1), ReferenceBackend())
+    parts = torch.rand(2, 2, tokens, 8), torch.rand(2, 2, tokens, 8)
+    coordinator.extend(parts, None)
+    for other in (lambda part: part.to("meta"), lambda part: part.half()):
+        for extend in (coordinator.extend, coordinator.append):
+            with pytest.raises(ValueError, match=r"on cpu and was given .*use a new cache after moving or casting"):
+                extend(tuple(other(part[:, :, :1]) for part in parts), None)
+    assert coordinator.length == tokens
+    assert all(torch.equal(a, b) for a, b in zip(coordinator.history(), parts, strict=True))
+
+
+def test_a_position_past_the_models_maximum():
+    kept = Kept(max_position_embeddings=64)
+    for attempt in (
+        lambda: forward(kept.model, random_ids(2, 5), kept.cache),
+        lambda: generate(kept.model, torch.cat((kept.ids, random_ids(2, 9)), dim=1), kept.cache, 2),
+    ):
+        said = ["60 tokens in the cache", "`max_position_embeddings` of 64", "shorter prompt", "`max_new_tokens`"]
+        kept.refused(ValueError, said, attempt)
+    kept.more = kept.more[:, :4]
+    kept.intact()
+    with pytest.raises(ValueError, match="64 tokens in the cache and 1 new ones"):
+        forward(kept.model, random_ids(2, 1), kept.cache)
+
+
+def test_a_prompt_past_the_models_maximum():
+    model = make_model("llama", max_position_embeddings=64)
+    cache = HierarchicalSparseCache(model, **GQA)
+    with pytest.raises(ValueError, match="`max_position_embeddings` of 64"):
+        forward(model, random_ids(1, 65), cache)
+    assert cache.get_seq_length() == 0
+    assert forward(model, random_ids(1, 64), cache).isfinite().all()
+
+
+def test_scaled_positions_reach_further():
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = make_model("llama", max_position_embeddings=64, rope_parameters=yarn)
+    cache = HierarchicalSparseCache(model, **GQA)
+    forward(model, random_ids(1, 256), cache)
+    with pytest.raises(ValueError, match="`max_position_embeddings` of 256"):
+        forward(model, random_ids(1, 1), cache)
+
+
+MASKS = {
+    "right": lambda mask: mask[1, -3:].zero_(),
+    "hole": lambda mask: mask[1, 30:33].zero_(),
+    "left and hole": lambda mask: (mask[0, :5].zero_(), mask[1, 10:11].zero_()),
+    "nothing": lambda mask: mask[1].zero_(),
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", MASKS)
+def test_padding_anywhere_but_on_the_left_of_a_prompt(case, implementation):
+    model, ids = make_model("llama"), random_ids(2, 60)
+    model.set_attn_implementation(implementation)
+    mask = torch.ones_like(ids)
+    MASKS[case](mask)
+    cache = HierarchicalSparseCache(model, **GQA)
+    with pytest.raises(ValueError, match=r"`attention_mask` has padding inside or on the right .* pad on the left"):
+        forward(model, ids, cache, mask)
+    assert cache.get_seq_length() == 0
+    expected = decode(model, ids, HierarchicalSparseCache(model, **GQA), 50)
+    assert same_bits(decode(model, ids, cache, 50), expected)
+
+
+def test_padding_within_a_short_context_is_found_when_it_outgrows_top_k():
+    """Dense attention takes any mask. The first sparse step does not, and leaves the dense history as it was."""
+    model, ids = make_model("llama"), random_ids(2, 50)
+    mask = torch.ones_like(ids)
+    mask[1, 25:30] = 0
+    cache = HierarchicalSparseCache(model, **GQA)
+    dense = dense_cache(model)
+    assert same_bits(decode(model, ids[:, :40], cache, 30, mask), decode(model, ids[:, :40], dense, 30, mask))
+    with pytest.raises(ValueError, match="padding inside or on the right"):
+        forward(model, ids[:, 40:41], cache, mask[:, :41])
+    assert cache.get_seq_length() == 40
+    cache.crop(-15)
+    dense.crop(-15)
+    assert same_bits(forward(model, ids[:, :10], cache), forward(model, ids[:, :10], dense))
+
+
+def test_an_attention_implementation_that_cannot_serve(kept):
+    before = kept.model.config._attn_implementation
+    kept.model.config._attn_implementation = "paged|sdpa"
+    said = ["`attn_implementation='paged|sdpa'`", "model.set_attn_implementation", "eager", "sdpa"]
+    kept.refused(ValueError, said, lambda: forward(kept.model, kept.more, kept.cache))
+    kept.model.config._attn_implementation = before
+    kept.intact()
+
+
+def test_attention_weights_that_are_not_there(kept):
+    kept.model.set_attn_implementation("eager")
+    for attempt in (
+        lambda: kept.model(kept.more, past_key_values=kept.cache, output_attentions=True),
+        lambda: generate(kept.model, torch.cat((kept.ids, kept.more), 1), kept.cache, 2, output_attentions=True),
+    ):
+        kept.refused(ValueError, ["`output_attentions=True`", "use another cache"], attempt)
+    shape = kept.model(random_ids(1, 5), output_attentions=True, use_cache=False).attentions[0].shape
+    assert shape == (1, kept.model.config.num_attention_heads, 5, 5)
+    kept.model.set_attn_implementation("sdpa")
+    kept.intact()
+
+
+def test_a_crop_to_a_length_instead_of_by_one(kept):
+    kept.refused(ValueError, ["`crop`", "negative", "20"], lambda: kept.cache.crop(20))
+    kept.intact()
+
+
+def test_a_history_of_latents_that_a_patched_model_would_expand():
+    """Unpatched, such a model caches latents; patched, its attention function is handed keys and values."""
+    model, ids = make_model("deepseek_v3"), random_ids(2, 30)
+    cache, dense = HierarchicalSparseCache(model, **GQA), dense_cache(model)
+    unpatch_model(model)
+    assert same_bits(forward(model, ids, cache), forward(model, ids, dense))
+    patch_model(model)
+    if dense.layers[0].keys.shape[1] == 1:
+        with pytest.raises(ValueError, match="filled by a model that was not patched, .*use a new cache"):
+            forward(model, ids[:, :1], cache)
+        unpatch_model(model)
+    assert same_bits(forward(model, ids[:, :1], cache), forward(model, ids[:, :1], dense))
+
+
+# ---- no memory -------------------------------------------------------------------------------------------------------
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, call: int) -> list[int]:
+    """Lets `call` allocations of host memory pass, and none after."""
+    allocate, made = pinned.allocate, []
+
+    def limited(nbytes: int, pin: bool) -> Tensor:
+        if len(made) == call:
+            raise MemoryError(f"no {nbytes} bytes of host memory")
+        made.append(nbytes)
+        return allocate(nbytes, pin)
+
+    monkeypatch.setattr(pinned, "allocate", limited)
+    return made
+
+
+@pytest.mark.parametrize(("before", "new"), [(0, 60), (20, 40), (32, 9), (40, 1)], ids=str)
+@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "glm_moe_dsa"])
+def test_no_memory_for_a_history_that_outgrows_top_k(name, call, before, new):
+    """In the first layer or in a later one, of a prompt, a chunk or a step."""
+    overrides = {"num_hidden_layers": 4} if name == "llama" else {"index_topk": 40}
+    model, options = make_model(name, **overrides), GQA if name == "llama" else {}
+    ids, more = random_ids(2, 60), random_ids(2, 5, seed=1)
+
+    def run(cache: Any, fail: bool) -> Tensor:
+        if before:
+            forward(model, ids[:, :before], cache)
+        state = state_of(model)
+        if fail:
+            with pytest.MonkeyPatch.context() as patch:
+                made = fails_at(patch, call)
+                with pytest.raises(MemoryError, match=r"host memory.* are held and intact"):
+                    forward(model, ids[:, before : before + new], cache)
+                assert len(made) == call
+            assert cache.get_seq_length() == before and state_of(model) == state
+        last = forward(model, ids[:, before : before + new], cache)
+        return torch.cat((last, steps(model, more, cache)), dim=1)
+
+    expected = run(HierarchicalSparseCache(model, **options), fail=False)
+    assert same_bits(run(HierarchicalSparseCache(model, **options), fail=True), expected)
+
+
+@pytest.mark.parametrize("new", [1, 30])
+def test_no_memory_for_a_history_to_grow(kept, monkeypatch, new):
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 64)
+    kept.cache = kept.fresh()
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(patch, 1)
+        grown = random_ids(2, new)
+        for _ in range(20):
+            try:
+                forward(kept.model, grown, kept.cache)
+            except MemoryError as error:
+                assert "held and intact" in str(error)
+                break
+        else:
+            pytest.fail("the history never had to grow")
+        length = kept.cache.get_seq_length()
+    assert length >= 60
+    kept.cache.crop(60 - length)
+    kept.intact()
+
+
+def test_the_indexers_keys_are_taken_back_too():
+    """A step that fails between the indexer and the attention has given its keys to one and not to the other."""
+    model, ids = make_model("deepseek_v32"), random_ids(2, 40)
+    cache = HierarchicalSparseCache(model)
+    forward(model, ids, cache)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(self, *args):
+            raise RuntimeError("on purpose")
+
+        patch.setattr(LightningIndexer, "retrieve_topk", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="on purpose"):
+                forward(model, ids[:, :1], cache)
+    assert all(layer.coordinator.algorithm.tokens == 40 for layer in cache.layers)
+    fresh = HierarchicalSparseCache(model)
+    forward(model, ids, fresh)
+    assert same_bits(steps(model, ids[:, :9], cache), steps(model, ids[:, :9], fresh))
