@@ -201,9 +201,7 @@ class Kernel:
         return device.create_stream(Borrowed())
 
     def _configure(self, rows: int, blocks: int, threads: int, shared_bytes: int) -> Any:
-        if blocks == 1:
-            return self._core.LaunchConfig(grid=rows, block=threads, shmem_size=shared_bytes)
-        return self._core.LaunchConfig(grid=rows, cluster=blocks, block=threads, shmem_size=shared_bytes)
+        return self._core.LaunchConfig(grid=rows * blocks, block=threads, shmem_size=shared_bytes)
 
 
 @functools.cache
@@ -244,10 +242,8 @@ def _falls_back(device: torch.device) -> bool:
 
 
 @functools.cache
-def _device(index: int) -> tuple[int, bool]:
-    """Multiprocessors of a device, and whether it has thread-block clusters."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major >= 9
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -290,6 +286,7 @@ def swap_in(
     clock: Tensor,
     totals: Tensor,
     log: Tensor,
+    arrivals: Tensor,
     *,
     shape: Shape | None = None,
     macros: tuple[str, ...] = (),
@@ -305,7 +302,7 @@ def swap_in(
     if _falls_back(buffer.device):
         with reference.swap_in.set_kernel_enabled("cuda", enabled=False):
             return reference.swap_in(
-                selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log
+                selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log, arrivals
             )
     rows, slots, elements = buffer.shape
     k = selection.shape[-1]
@@ -314,6 +311,7 @@ def swap_in(
     _check_row_state("swap_in", slab_table, buffer, item_slot, slot_item, last_used, clock)
     _check("swap_in", "totals", totals, torch.int64, (rows, 2), buffer.device)
     _check("swap_in", "log", log, torch.int32, (rows, log.shape[1], 2), buffer.device)
+    _check("swap_in", "arrivals", arrivals, torch.int32, (rows,), buffer.device)
     most = min(MAX_K, slots)
     if k > most:
         raise ValueError(f"swap_in: `selection` of shape {[rows, k]} may select at most {most} items a row")
@@ -324,7 +322,7 @@ def swap_in(
         return found
     index = buffer.device.index
     if shape is None:
-        shape = swap_in_shape(rows, k, slots, *_device(index))
+        shape = swap_in_shape(rows, k, slots, _multiprocessors(index))
     _launch(
         _kernel("swap_in", index, macros),
         rows,
@@ -347,6 +345,8 @@ def swap_in(
         totals.data_ptr(),
         log.data_ptr(),
         log.shape[1],
+        arrivals.data_ptr(),
+        shape.blocks,
     )
     return found
 
