@@ -9,9 +9,10 @@
 // selected one, and the writes of the two to item_slot never meet. A row that selects nothing is not touched. Results
 // depend on no order of threads: misses are numbered in order of selection and victims in order of slot, both by counting.
 //
-// Shape. `blocks` blocks take a row, and need not run at once. Every block works the whole plan out for itself, from the same
-// state, and copies its share of the missed bytes. Each says in arrivals that it has read the state; the last to say so
-// writes it, and leaves arrivals at zero. threads is a power of two from 32 to 1024, and k <= 4 * threads.
+// Shape. `blocks` blocks take a row. Every block works the whole plan out for itself, from the same state. The last block
+// writes the state, once the others have said in arrivals that they have read it, and leaves arrivals at zero; the others
+// copy a share of the missed bytes each. It waits only for blocks that were started before it. threads is a power of two
+// from 32 to 1024, and k <= 4 * threads.
 //
 // The chain for one row of 2048 items in 4096 slots, 307 misses, as predicted (H200, us):
 //   read the selection 0.6; look it up in item_slot 0.8; number the misses 0.1; issue their loads -> 2 to the first byte,
@@ -58,7 +59,6 @@ struct Scratch {
     int oldest[32];         // A warp: its least last_used.
     int bin, need;
     unsigned address_bits;
-    int arrived;
 };
 
 // Finds the bin in which the running total reaches `need`, and how many of it are needed. For one warp.
@@ -99,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
 ) {
     const int k = static_cast<int>(k_), slots = static_cast<int>(slots_);
     const unsigned blocks = static_cast<unsigned>(blocks_), block = blockIdx.x % blocks;
+    const bool writes_state = block == blocks - 1;
     const long long row = blockIdx.x / blocks;
     const int thread = threadIdx.x, threads = blockDim.x;
     const int warp = thread >> 5, lane = thread & 31;
@@ -208,13 +209,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     };
 
     if (misses == 0) {  // The other blocks read no more that this one writes.
-        if (block == 0) finish();
+        if (writes_state) finish();
         return;
     }
 
     // Called once the block has read the state. Every block of a row counts the same misses, so all of them come here.
     const auto arrive = [&]() {
-        if (thread == 0 && blocks > 1) scratch.arrived = atomicAdd(&arrivals[row], 1);
+        if (thread == 0 && !writes_state) atomicAdd(&arrivals[row], 1);
     };
     if (kept) arrive();
 
@@ -251,7 +252,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     const auto source = [&](unsigned i) { return miss_address[i]; };
     const auto target = [&](unsigned i) { return buffer + victim[i] * item_bytes; };
     const unsigned bytes = word_bytes(reinterpret_cast<unsigned long long>(buffer) | item_bytes | scratch.address_bits);
-    const auto start = [&]() { return Walk(misses, static_cast<unsigned>(item_bytes) / bytes, block, blocks); };
+    // What the last of several blocks reads and writes of the state would wait for copies of its own: it makes none.
+    const unsigned copiers = max(blocks - 1, 1u);
+    const auto start = [&]() {
+        Walk walk(misses, static_cast<unsigned>(item_bytes) / bytes, block, copiers);
+        if (block == copiers) walk.end = 0;
+        return walk;
+    };
     uint4 ahead[kInFlight];
     if (bytes == 16) load_words(ahead, start(), source);
 #endif
@@ -298,13 +305,15 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
         ties_before += __popc(ties);
     });
     __syncthreads();
-    if (!kept) {
-        arrive();
-        __syncthreads();
-    }
+    if (!kept) arrive();
 
-    if (blocks == 1 || scratch.arrived == static_cast<int>(blocks) - 1) {
-        if (thread == 0 && blocks > 1) arrivals[row] = 0;
+    if (writes_state) {
+        if (thread == 0 && blocks > 1) {
+            const volatile int* const arrived = &arrivals[row];
+            while (*arrived != static_cast<int>(blocks) - 1) {}
+            arrivals[row] = 0;
+        }
+        __syncthreads();
 #pragma unroll 1
         for (int i = thread; i < misses; i += threads) {
             const int taken = victim[i], evicted = slot_item[taken];

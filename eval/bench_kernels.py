@@ -337,8 +337,7 @@ def bench_swap_in(
 def bench_shapes(bench: Bench, settings: Iterable[tuple[Setting, int]], rates: list[float]) -> Iterator[dict[str, Any]]:
     for setting, batch in settings:
         layers = Layers(bench, setting, batch, LAYERS)
-        properties = torch.cuda.get_device_properties(DEVICE)
-        chosen = swap_in_shape(layers.rows, setting.k, setting.slots, properties.multi_processor_count)
+        chosen = swap_in_shape(layers.rows, setting.k, setting.slots)
         for rate in rates:
             layers.misses = round(rate * setting.k)
             for threads in (256, 512, MAX_THREADS):

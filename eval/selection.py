@@ -59,20 +59,13 @@ def variants(keep: tuple[int, int]) -> dict[str, Callable[[], KeyScoring]]:
     found: dict[str, Callable[[], KeyScoring]] = {}
     for page in (1, 4):
         found[f"true scores, pages of {page}"] = partial(TrueScores, page, *keep)
-    for page in (1, 4, 8, 16):
+    for page in (1, 2, 4, 8):
         found[f"RaBitQ, pages of {page}"] = partial(RaBitQ, page, *keep)
     for page in (8, 16, 32):
         found[f"Quest, pages of {page}"] = partial(Quest, page, *keep)
     found["Quest, pages of 32, bounds summed"] = partial(QuestSum, 32, *keep)
     found["Quest, pages of 32, largest bound"] = partial(QuestMax, 32, *keep)
     return found
-
-
-def gpu_bytes(algorithm: KeyScoring, rows: int, tokens: int) -> float:
-    """Bytes of representation a token and row."""
-    entries = -(-tokens // algorithm.granularity)
-    held = sum(tensor[:, :entries].nbytes for tensor in algorithm.representations.tensors.values())
-    return held / (rows * tokens)
 
 
 def main() -> None:
@@ -100,11 +93,11 @@ def main() -> None:
             lengths = torch.full_like(starts, tokens)
             for keep in ((4, 64), (4, 1), (4, 128)):
                 for name, make in variants(keep).items():
-                    if keep != (4, 64) and name not in ("RaBitQ, pages of 4", "Quest, pages of 32"):
+                    if keep != (4, 64) and name not in ("RaBitQ, pages of 2", "Quest, pages of 32"):
                         continue
                     algorithm = make()
                     algorithm.construct_representations(keys, 0, starts)
-                    nbytes[name] = gpu_bytes(algorithm, kv_heads, tokens)
+                    nbytes[name] = algorithm.nbytes / (kv_heads * tokens)
                     page = algorithm.page_size
                     items = -(-tokens // page)
                     padded = torch.nn.functional.pad(true, (0, items * page - tokens))

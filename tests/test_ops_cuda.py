@@ -407,16 +407,16 @@ def test_preconditions(change, message):
 # ---- what surrounds the kernels --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("multiprocessors", [20, 132, 188])
-def test_launch_shapes(multiprocessors):
+def test_launch_shapes():
     for rows in (1, 3, 8, 64, 1000):
         for k in (1, 64, 1000, 2048, cuda.MAX_K):
             for slots in (k, 2 * k, cuda.MAX_SLOTS):
-                blocks, threads = heuristics.swap_in_shape(rows, k, slots, multiprocessors)
+                blocks, threads = heuristics.swap_in_shape(rows, k, slots)
                 assert k <= heuristics.ITEMS_PER_THREAD * threads
                 assert threads in (32, 64, 128, 256, 512, 1024)
                 assert 1 <= blocks <= heuristics.MAX_BLOCKS
-                assert blocks == 1 or blocks * rows <= multiprocessors * (1024 // threads)
+                # The blocks of a row wait for each other, so a small device must hold them all at once.
+                assert blocks == 1 or blocks * rows <= 32
     for slots in (1, 100, 4096, cuda.MAX_SLOTS):
         assert heuristics.append_threads(slots) in (32, 64, 128, 256, 512, 1024)
 

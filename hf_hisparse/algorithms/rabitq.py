@@ -29,11 +29,11 @@ class RaBitQ(KeyScoring):
     arrives, so that bits never need recomputing. A sequence's first block is centred by its own mean.
     """
 
-    page_size = 4
+    page_size = 2
     granularity = 1
-    block = 1024
+    block = 256
     """Tokens a block."""
-    in_flight = 16
+    in_flight = 64
     """Blocks that are unpacked at a time: unpacked signs are 32 times the bits."""
 
     def __init__(self, *args, **kwargs):

@@ -241,11 +241,6 @@ def _falls_back(device: torch.device) -> bool:
     return reason is not None
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +317,7 @@ def swap_in(
         return found
     index = buffer.device.index
     if shape is None:
-        shape = swap_in_shape(rows, k, slots, _multiprocessors(index))
+        shape = swap_in_shape(rows, k, slots)
     _launch(
         _kernel("swap_in", index, macros),
         rows,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 MAX_THREADS = 1024
-MAX_BLOCKS = 32
+MAX_BLOCKS = 16
 """Blocks that may share a row: with more, the plan that each works out for itself costs more than it gains."""
 ITEMS_PER_THREAD = 4
 """Selected items that a thread of the swap-in kernel holds, as `kPerThread` in its source."""
@@ -19,22 +19,20 @@ class Shape(NamedTuple):
     threads: int
 
 
-def swap_in_shape(rows: int, k: int, slots: int, multiprocessors: int) -> Shape:
+def swap_in_shape(rows: int, k: int, slots: int) -> Shape:
     """The launch shape of the swap-in kernel.
 
     A thread takes two selected items and four slots, as far as a block reaches; more threads would wait for each other
-    longer than they save. The blocks of a row repeat its plan, so they should all run at once: as many as fill the
-    device. A few would fill the link to the host, but blocks all over the device translate addresses side by side.
+    longer than they save. About 32 blocks fill the link to the host; one of several is lost to a row's state.
 
     Args:
         rows, k, slots: Sizes of the op's arguments.
-        multiprocessors: Of the device.
     """
     threads = 256
     while threads < MAX_THREADS and (k > 2 * threads or slots > 4 * threads):
         threads *= 2
     blocks = 1
-    while blocks < MAX_BLOCKS and 2 * blocks * rows <= multiprocessors * (MAX_THREADS // threads):
+    while blocks < MAX_BLOCKS and 2 * blocks * rows <= 32:
         blocks *= 2
     return Shape(blocks, threads)
 
