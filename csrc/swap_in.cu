@@ -2,17 +2,16 @@
 //
 // In:   selection [rows, k] int32, unique in a row, -1 for none; slab_table [rows, slabs] int64, host addresses.
 // Both: buffer [rows, slots, item_bytes]; item_slot [rows, items], slot_item and last_used [rows, slots], clock [rows],
-//       log [rows, steps, 2], arrivals [rows], all int32; totals [rows, 2] int64.
+//       log [rows, steps, 2], all int32; totals [rows, 2] int64.
 // Out:  found [rows, k] int32, the slot of each selected item, -1 where the selection is -1.
 //
 // Invariants. item_slot and slot_item are inverse to each other, and last_used <= clock + 1. So an evicted item is never a
 // selected one, and the writes of the two to item_slot never meet. A row that selects nothing is not touched. Results
 // depend on no order of threads: misses are numbered in order of selection and victims in order of slot, both by counting.
 //
-// Shape. `blocks` blocks take a row. Every block works the whole plan out for itself, from the same state. The last block
-// writes the state, once the others have said in arrivals that they have read it, and leaves arrivals at zero; the others
-// copy a share of the missed bytes each. It waits only for blocks that were started before it. threads is a power of two
-// from 32 to 1024, and k <= 4 * threads.
+// Shape. A cluster of blocks takes a row (on an architecture without clusters, one block). Every block works the whole plan
+// out for itself, from the same state. The first block alone writes state, the others copy a share of the missed bytes each,
+// after all have read it. threads is a power of two from 32 to 1024, and k <= 4 * threads.
 //
 // The chain for one row of 2048 items in 4096 slots, 307 misses, as predicted (H200, us):
 //   read the selection 0.6; look it up in item_slot 0.8; number the misses 0.1; issue their loads -> 2 to the first byte,
@@ -29,6 +28,33 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPerThread = 4;  // Selected items a thread holds.
 constexpr int kSlots = 4;      // Slots whose last_used a thread holds, where that is enough of them.
 constexpr int kBinBits = 8, kBins = 1 << kBinBits;  // Of the histogram of last_used.
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ unsigned cluster_id() {
+    unsigned id;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
+}
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ unsigned cluster_blocks() {
+    unsigned blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+// Orders no memory, so that it does not wait for loads under way: what it separates is reads already used from writes.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+#else
+__device__ __forceinline__ unsigned cluster_id() { return blockIdx.x; }
+__device__ __forceinline__ unsigned cluster_rank() { return 0; }
+__device__ __forceinline__ unsigned cluster_blocks() { return 1; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+#endif
 
 // Brings a line near; nobody waits for it.
 __device__ __forceinline__ void touch(const void* address) {
@@ -95,12 +121,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     const long long* __restrict__ slab_table, long long slabs, long long items_per_slab,
     char* __restrict__ buffer, long long item_bytes, long long slots_,
     int* item_slot, long long items, int* slot_item, int* last_used, int* clock,
-    unsigned long long* totals, int* log, long long steps, int* arrivals, long long blocks_
+    unsigned long long* totals, int* log, long long steps
 ) {
     const int k = static_cast<int>(k_), slots = static_cast<int>(slots_);
-    const unsigned blocks = static_cast<unsigned>(blocks_), block = blockIdx.x % blocks;
-    const bool writes_state = block == blocks - 1;
-    const long long row = blockIdx.x / blocks;
+    const unsigned blocks = cluster_blocks(), block = cluster_rank();
+    const long long row = cluster_id();
     const int thread = threadIdx.x, threads = blockDim.x;
     const int warp = thread >> 5, lane = thread & 31;
     const unsigned lanes_before = (1u << lane) - 1;
@@ -161,7 +186,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     };
     int oldest = 0x7fffffff;
     each_slot([&](int, int last) { oldest = min(oldest, last); });
-    oldest = min(oldest, now);  // Never less; so that `now`, too, has been read when the block says that it has.
     oldest = __reduce_min_sync(kAll, oldest);
 
     // ---- mark the hits, count the misses ----
@@ -186,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     selected = __reduce_add_sync(kAll, held ? scratch.selected[lane] : 0);
     const int misses = selected & 0xffff, hits = (selected >> 16) - misses;
 
-    // For one block: the slots found, this step's stamp on the slots hit, the counters.
+    // For the first block: the slots found, this step's stamp on the slots hit, the counters.
     const auto finish = [&]() {
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
@@ -209,15 +233,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     };
 
     if (misses == 0) {  // The other blocks read no more that this one writes.
-        if (writes_state) finish();
+        if (block == 0) finish();
         return;
     }
 
-    // Called once the block has read the state. Every block of a row counts the same misses, so all of them come here.
-    const auto arrive = [&]() {
-        if (thread == 0 && !writes_state) atomicAdd(&arrivals[row], 1);
-    };
-    if (kept) arrive();
+    if (kept) cluster_arrive();  // This block has read its state.
 
     // ---- number the misses in order of selection, count the slots by age ----
     int rank = sum_before(scratch.selected) & 0xffff;
@@ -252,11 +272,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     const auto source = [&](unsigned i) { return miss_address[i]; };
     const auto target = [&](unsigned i) { return buffer + victim[i] * item_bytes; };
     const unsigned bytes = word_bytes(reinterpret_cast<unsigned long long>(buffer) | item_bytes | scratch.address_bits);
-    // What the last of several blocks reads and writes of the state would wait for copies of its own: it makes none.
+    // The first of several blocks copies nothing: the state that it reads and writes would wait for its copies.
     const unsigned copiers = max(blocks - 1, 1u);
     const auto start = [&]() {
-        Walk walk(misses, static_cast<unsigned>(item_bytes) / bytes, block, copiers);
-        if (block == copiers) walk.end = 0;
+        Walk walk(misses, static_cast<unsigned>(item_bytes) / bytes, blocks == 1 ? 0 : block - 1, copiers);
+        if (block == 0 && blocks > 1) walk.end = 0;
         return walk;
     };
     uint4 ahead[kInFlight];
@@ -305,15 +325,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
         ties_before += __popc(ties);
     });
     __syncthreads();
-    if (!kept) arrive();
+    if (!kept) cluster_arrive();
+    cluster_wait();  // Every block of the row has read its state.
 
-    if (writes_state) {
-        if (thread == 0 && blocks > 1) {
-            const volatile int* const arrived = &arrivals[row];
-            while (*arrived != static_cast<int>(blocks) - 1) {}
-            arrivals[row] = 0;
-        }
-        __syncthreads();
+    if (block == 0) {
 #pragma unroll 1
         for (int i = thread; i < misses; i += threads) {
             const int taken = victim[i], evicted = slot_item[taken];

@@ -198,7 +198,6 @@ class Layers:
         self.clock = [like((rows,), 0) for _ in range(layers)]
         self.totals = [torch.zeros(rows, 2, dtype=torch.int64, device=DEVICE) for _ in range(layers)]
         self.log = [like((rows, 256, 2), 0) for _ in range(layers)]
-        self.arrivals = [like((rows,), 0) for _ in range(layers)]
         self.order = torch.rand(rows, setting.items, device=DEVICE).argsort(1).int()
         self.next = [layer * setting.items // layers for layer in range(layers)]
         self.current = [self.order[:, :k]] * layers
@@ -252,7 +251,6 @@ class Layers:
             self.clock[layer],
             self.totals[layer],
             self.log[layer],
-            self.arrivals[layer],
         )
 
     def append(self, layer: int, token: Tensor, position: Tensor) -> None:
@@ -337,13 +335,14 @@ def bench_swap_in(
 def bench_shapes(bench: Bench, settings: Iterable[tuple[Setting, int]], rates: list[float]) -> Iterator[dict[str, Any]]:
     for setting, batch in settings:
         layers = Layers(bench, setting, batch, LAYERS)
-        chosen = swap_in_shape(layers.rows, setting.k, setting.slots)
+        properties = torch.cuda.get_device_properties(DEVICE)
+        chosen = swap_in_shape(layers.rows, setting.k, setting.slots, properties.multi_processor_count, True)
         for rate in rates:
             layers.misses = round(rate * setting.k)
-            for threads in (256, 512, MAX_THREADS):
-                for blocks in (1, 2, 4, 8, 16, 32):
+            for threads in (128, 256, 512, MAX_THREADS):
+                for blocks in (1, 2, 4, 8):
                     shape = Shape(blocks, threads)
-                    if setting.k <= 4 * threads and layers.rows * blocks <= 256:
+                    if setting.k <= 4 * threads and layers.rows * blocks <= 1024:
                         op = partial(cuda.swap_in, shape=shape)
                         yield {
                             "op": "swap_in",

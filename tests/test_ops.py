@@ -114,7 +114,6 @@ class Both:
         self.clock = torch.zeros(rows, dtype=torch.int32)
         self.totals = torch.zeros(rows, 2, dtype=torch.int64)
         self.log = torch.zeros(rows, log_steps, 2, dtype=torch.int32)
-        self.arrivals = torch.zeros(rows, dtype=torch.int32)
 
     def numbers(self, count: int) -> np.ndarray:
         """Whole numbers that every dtype holds exactly."""
@@ -135,7 +134,6 @@ class Both:
             self.clock,
             self.totals,
             self.log,
-            self.arrivals,
         )
         assert found.dtype == torch.int32
         assert found.tolist() == [slow.swap_in(some) for slow, some in zip(self.slow, selection, strict=True)]

@@ -32,7 +32,6 @@ class DeviceBuffer:
         self.clock = self._int(rows)
         self.totals = torch.zeros(rows, 2, dtype=torch.int64, device=self.device)
         self.log = self._int(rows, LOG_STEPS, 2)
-        self.arrivals = self._int(rows)
 
     def _int(self, *shape: int, fill: int = 0) -> Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=self.device)
@@ -84,5 +83,4 @@ class DeviceBuffer:
             self.clock,
             self.totals,
             self.log,
-            self.arrivals,
         )

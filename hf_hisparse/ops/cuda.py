@@ -201,7 +201,9 @@ class Kernel:
         return device.create_stream(Borrowed())
 
     def _configure(self, rows: int, blocks: int, threads: int, shared_bytes: int) -> Any:
-        return self._core.LaunchConfig(grid=rows * blocks, block=threads, shmem_size=shared_bytes)
+        if blocks == 1:
+            return self._core.LaunchConfig(grid=rows, block=threads, shmem_size=shared_bytes)
+        return self._core.LaunchConfig(grid=rows, cluster=blocks, block=threads, shmem_size=shared_bytes)
 
 
 @functools.cache
@@ -239,6 +241,13 @@ def _falls_back(device: torch.device) -> bool:
     if reason is not None:
         _warn(reason)
     return reason is not None
+
+
+@functools.cache
+def _device(index: int) -> tuple[int, bool]:
+    """Multiprocessors of a device, and whether it has thread-block clusters."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.major >= 9
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -281,7 +290,6 @@ def swap_in(
     clock: Tensor,
     totals: Tensor,
     log: Tensor,
-    arrivals: Tensor,
     *,
     shape: Shape | None = None,
     macros: tuple[str, ...] = (),
@@ -297,7 +305,7 @@ def swap_in(
     if _falls_back(buffer.device):
         with reference.swap_in.set_kernel_enabled("cuda", enabled=False):
             return reference.swap_in(
-                selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log, arrivals
+                selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log
             )
     rows, slots, elements = buffer.shape
     k = selection.shape[-1]
@@ -306,7 +314,6 @@ def swap_in(
     _check_row_state("swap_in", slab_table, buffer, item_slot, slot_item, last_used, clock)
     _check("swap_in", "totals", totals, torch.int64, (rows, 2), buffer.device)
     _check("swap_in", "log", log, torch.int32, (rows, log.shape[1], 2), buffer.device)
-    _check("swap_in", "arrivals", arrivals, torch.int32, (rows,), buffer.device)
     most = min(MAX_K, slots)
     if k > most:
         raise ValueError(f"swap_in: `selection` of shape {[rows, k]} may select at most {most} items a row")
@@ -317,7 +324,7 @@ def swap_in(
         return found
     index = buffer.device.index
     if shape is None:
-        shape = swap_in_shape(rows, k, slots)
+        shape = swap_in_shape(rows, k, slots, *_device(index))
     _launch(
         _kernel("swap_in", index, macros),
         rows,
@@ -340,8 +347,6 @@ def swap_in(
         totals.data_ptr(),
         log.data_ptr(),
         log.shape[1],
-        arrivals.data_ptr(),
-        shape.blocks,
     )
     return found
 

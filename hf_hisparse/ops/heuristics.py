@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 MAX_THREADS = 1024
-MAX_BLOCKS = 16
-"""Blocks that may share a row: with more, the plan that each works out for itself costs more than it gains."""
+MAX_CLUSTER = 8
+"""Blocks a cluster that every device with clusters can run."""
 ITEMS_PER_THREAD = 4
 """Selected items that a thread of the swap-in kernel holds, as `kPerThread` in its source."""
 
@@ -19,21 +19,27 @@ class Shape(NamedTuple):
     threads: int
 
 
-def swap_in_shape(rows: int, k: int, slots: int) -> Shape:
+def swap_in_shape(rows: int, k: int, slots: int, multiprocessors: int, clusters: bool) -> Shape:
     """The launch shape of the swap-in kernel.
 
     A thread takes two selected items and four slots, as far as a block reaches; more threads would wait for each other
-    longer than they save. About 32 blocks fill the link to the host; one of several is lost to a row's state.
+    longer than they save. One block cannot fill the link to the host, four can, and eight have a row's first misses
+    under way sooner; every block of a row repeats the row's plan, so they must all run at once. Half the device is
+    left free, since a cluster has to fit into one of its partitions.
 
     Args:
         rows, k, slots: Sizes of the op's arguments.
+        multiprocessors: Of the device.
+        clusters: Whether the device has thread-block clusters. Without them a row takes one block.
     """
     threads = 256
     while threads < MAX_THREADS and (k > 2 * threads or slots > 4 * threads):
         threads *= 2
     blocks = 1
-    while blocks < MAX_BLOCKS and 2 * blocks * rows <= 32:
-        blocks *= 2
+    if clusters:
+        room = multiprocessors * (MAX_THREADS // threads) // 2
+        while blocks < MAX_CLUSTER and 2 * blocks * rows <= room:
+            blocks *= 2
     return Shape(blocks, threads)
 
 

@@ -44,7 +44,7 @@ def _item_addresses(slab_table: Tensor, rows: Tensor, items: Tensor, items_per_s
 
 
 @torch.library.custom_op(
-    "hf_hisparse::swap_in", mutates_args=("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log", "arrivals"),
+    "hf_hisparse::swap_in", mutates_args=("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log")
 )
 def swap_in(
     selection: Tensor,
@@ -57,7 +57,6 @@ def swap_in(
     clock: Tensor,
     totals: Tensor,
     log: Tensor,
-    arrivals: Tensor,
 ) -> Tensor:
     """Makes every selected item resident and says where: one LRU step.
 
@@ -73,7 +72,6 @@ def swap_in(
         item_slot, slot_item, last_used, clock: The LRU state (see this module).
         totals: `[rows, 2]` int64, hits and misses so far.
         log: `[rows, steps, 2]` int32, hits and misses of the last `steps` steps, at `step % steps`.
-        arrivals: `[rows]` int32, zero before and after: scratch of implementations in which several blocks take a row.
 
     Returns:
         `[rows, k]` int32: the slot of each selected item, -1 where the selection is -1.
@@ -126,7 +124,7 @@ def swap_in(
 
 
 @swap_in.register_fake
-def _(selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log, arrivals):
+def _(selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log):
     return torch.empty_like(selection)
 
 
