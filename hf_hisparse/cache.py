@@ -88,10 +88,6 @@ class HierarchicalLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
-            )
         if tokens_to_remove < 0:
             self.coordinator.crop(-tokens_to_remove)
 
@@ -157,13 +153,14 @@ class HierarchicalSparseCache(Cache):
         )
         patched = is_patched(model)
         patch = patch_model(model)
+        self._text_config = model.config.get_text_config(decoder=True)  # type: ignore[operator]
         try:
             layers = self._make_layers(model, patch)
         except ValueError:
             if not patched:
                 unpatch_model(model)
             raise
-        self._max_length = _max_length(model.config.get_text_config(decoder=True))  # type: ignore[operator]
+        self._max_length = _max_length(self._text_config)
         self._parameters: tuple[torch.dtype, torch.device] | None = None
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
         """While a forward is under way: the length before it, and the sliding windows as they were."""
@@ -172,12 +169,11 @@ class HierarchicalSparseCache(Cache):
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
         """transformers' own layers, with hierarchical ones in place of those of full attention."""
-        text_config = model.config.get_text_config(decoder=True)  # type: ignore[operator]
         backend_name = self.config.backend or "reference"
         if backend_name not in BACKENDS:
             raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, not {backend_name!r}")
         backend = BACKENDS[backend_name]()
-        layers = DynamicCache(config=text_config).layers
+        layers = DynamicCache(config=self._text_config).layers
         if bad := sorted(i for i in self.config.dense_layers if not 0 <= i < len(layers)):
             raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")
         refused: dict[str, list[int]] = {}
@@ -233,12 +229,26 @@ class HierarchicalSparseCache(Cache):
     def reset(self) -> None:
         """Forgets the history."""
         self._begun, self._lost = None, False
-        super().reset()
+        for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
+            if isinstance(self.layers[index], HierarchicalLayer):
+                self.layers[index].reset()
+            else:
+                # What transformers' own layers keep of themselves when they are reset depends on its version.
+                self.layers[index] = fresh
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
+        # `generate` counts in tensors. One that became a length would be added to in place.
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
+            )
         self.end_forward(failed=True)
-        super().crop(tokens_to_remove)
+        # Windows and linear states may refuse, so they come first.
+        certain = (HierarchicalLayer, DynamicLayer, DynamicIndexedLayer)
+        for layer in sorted(self.layers, key=lambda layer: type(layer) in certain):
+            layer.crop(tokens_to_remove)
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
