@@ -191,7 +191,9 @@ def dense_cache(model: nn.Module) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-def generate(model: nn.Module, ids: Tensor, cache: Any, new: int, mask: Tensor | None = None, **kwargs: Any) -> Any:
+def generate(
+    model: nn.Module, ids: Tensor | None, cache: Any, new: int, mask: Tensor | None = None, **kwargs: Any
+) -> Any:
     """Greedy generation of exactly `new` tokens, with the logits of every step."""
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids) if mask is None else mask,

@@ -298,6 +298,7 @@ def test_an_attention_implementation_that_cannot_serve(kept):
     kept.intact()
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_attention_weights_that_are_not_there(kept):
     kept.model.set_attn_implementation("eager")
     for attempt in (

@@ -171,9 +171,11 @@ def test_any_selections_equal_the_resident_oracle(kind, pattern, batch, dtype):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("algorithm", ["quest", "rabitq"])
-def test_a_step_attends_to_its_selection_and_nothing_else(tiny, name, algorithm, monkeypatch):
+def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, monkeypatch):
     """Records what every layer selects, and runs the stock model with the rest masked, over the dense cache."""
-    model = tiny(name)
+    model = make_model(name)
+    # Not every kind of attention can cap its logits, as Gemma 2 does.
+    model.set_attn_implementation("eager")
     ids, mask = random_ids(3, 130), left_padding(3, 130)
     selections: list[tuple[Tensor, int]] = []
     attend = SparseCoordinator.attend
@@ -216,12 +218,8 @@ def test_a_step_attends_to_its_selection_and_nothing_else(tiny, name, algorithm,
     from transformers.masking_utils import eager_mask
 
     AttentionMaskInterface.register("masked", eager_mask)
-    before = model.config._attn_implementation
     model.set_attn_implementation("masked")
-    try:
-        expected = decode(model, ids, dense_cache(model), 100, mask)
-    finally:
-        model.set_attn_implementation(before)
+    expected = decode(model, ids, dense_cache(model), 100, mask)
     assert next(queue, None) is None
     close(sparse, expected)
 
@@ -320,13 +318,13 @@ def test_layers_that_share_a_selection(tiny):
     assert 0 in held and 1 in held
 
 
-def test_layers_that_share_latents_stay_dense(recwarn, caplog):
+def test_layers_that_share_latents_stay_dense():
     model = make_model("mistral_large4", kv_source_layers=[0, 0, 2, 3])
     cache = as_stock(model, random_ids(2, 100), 32)
     assert [hasattr(layer, "coordinator") for layer in cache.layers] == [False, False, True, True]
 
 
-def test_neither_prompt_nor_step_holds_every_score(tiny, monkeypatch):
+def test_neither_prompt_nor_step_holds_every_score(monkeypatch):
     """No tensor as large as `[batch, query, heads, keys]` or as the expanded history is made at any step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -382,11 +380,11 @@ def test_smollm2_within_top_k_equals_the_dense_cache(smollm2):
 @pytest.mark.parametrize("algorithm", ["quest", "rabitq"])
 def test_smollm2_beyond_top_k_equals_the_resident_oracle(smollm2, algorithm):
     model, tokenizer = smollm2
-    ids = filler(tokenizer, 700)
+    ids = filler(tokenizer, 450)
     options = {"top_k": 256, "algorithm": algorithm}
-    resident = generate(model, ids, HierarchicalSparseCache(model, **options, offload=False), 12)
+    resident = generate(model, ids, HierarchicalSparseCache(model, **options, offload=False), 10)
     cache = HierarchicalSparseCache(model, **options)
-    output = generate(model, ids, cache, 12)
+    output = generate(model, ids, cache, 10)
     assert same_bits(logits_of(output), logits_of(resident))
     assert cache.stats().misses
 
@@ -397,7 +395,7 @@ def test_smollm2_finds_a_needle(smollm2):
     needle = "One of the special magic numbers for stamps is: 4831725. "
     question = "What is the special magic number for stamps mentioned in the provided text?"
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": sentence * 20 + needle + sentence * 30 + question}],
+        [{"role": "user", "content": sentence * 12 + needle + sentence * 20 + question}],
         tokenize=False,
         add_generation_prompt=True,
     )
@@ -407,4 +405,4 @@ def test_smollm2_finds_a_needle(smollm2):
     output = generate(model, ids, cache, 10)
     assert "4831725" in tokenizer.decode(output.sequences[0, ids.shape[1] :])
     stats = cache.stats()
-    assert stats.misses and ids.shape[1] > 1000
+    assert stats.misses and ids.shape[1] > 700
