@@ -1,4 +1,4 @@
-"""Answers kept, of those that the dense cache gets right: `python -m eval.needle`.
+"""Answers kept, of those that the dense cache gets right: `python -m eval.needle --text essays`.
 
 One needle in a long text, a question about it, and the answer decoded greedily. A prompt is read once, by the dense
 cache; every other row of the table continues from a copy of that cache, so that only the decode steps differ.
@@ -23,9 +23,12 @@ from hf_hisparse import HierarchicalSparseCache, unpatch_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "rabitq": {"algorithm": "rabitq"},
-    "quest, pages of 16": {"algorithm": "quest", "page_size": 16},
-    "quest, pages of 32": {"algorithm": "quest", "page_size": 32},
+    "quest": {"algorithm": "quest"},
 }
+
+
+TOKENS = 9
+"""Tokens of an answer: a space, seven digits, and what ends them."""
 
 
 def make_prompts(tokenizer, kind: str, count: int, shortest: int, longest: int, source: Path | None) -> list[dict]:
@@ -61,13 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--context", type=int, nargs=2, default=[6000, 7000], help="shortest and longest, in tokens")
-    parser.add_argument("--prompts", type=int, default=20, help="prompts of each kind that the dense cache gets right")
+    parser.add_argument("--text", choices=["essays", "filler"], default="filler", help="what the needle is put in")
+    parser.add_argument("--prompts", type=int, default=20, help="prompts that the dense cache gets right")
     parser.add_argument("--batch", type=int, default=1, help="prompts read at once")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--essays", type=Path, help="JSON file with the essays; without it, generated prose")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=True, help="answers are the same")
-    parser.add_argument("--output", type=Path, default=Path("eval/results/needle.json"))
+    parser.add_argument("--output", type=Path, help="default: eval/results/needle-TEXT.json")
     args = parser.parse_args()
 
     quiet()
@@ -75,46 +79,45 @@ def main() -> None:
     model, tokenizer = load_model(args.model, args.device)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = []
-    for kind in ("essays", "filler"):
-        right = tried = 0
-        kept = {(name, budget): 0 for name in METHODS for budget in args.budgets}
-        prompts = make_prompts(tokenizer, kind, 3 * args.prompts, shortest, longest, args.essays)
-        bar = tqdm(total=args.prompts, desc=kind)
-        while right < args.prompts and tried < len(prompts):
-            some = prompts[tried : tried + args.batch]
-            tried += len(some)
-            texts = [p["text"] for p in some]
-            inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=False, padding=True).to(args.device)
-            dense = DynamicCache(config=model.config)
-            with torch.inference_mode():
-                positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
-                model(
-                    inputs.input_ids[:, :-1],
-                    attention_mask=inputs.attention_mask[:, :-1],
-                    position_ids=positions[:, :-1],
-                    past_key_values=dense,
-                    logits_to_keep=1,
-                )
-            said = answers(model, tokenizer, inputs, copy.deepcopy(dense), 10)
-            good = [p["number"] in answer for p, answer in zip(some, said, strict=True)]
-            right += sum(good)
-            bar.update(sum(good))
-            for (name, budget), _ in kept.items() if any(good) else ():
-                cache = HierarchicalSparseCache.from_dense(
-                    model, copy.deepcopy(dense), top_k=budget, offload=args.offload, **METHODS[name]
-                )
-                said = answers(model, tokenizer, inputs, cache, 10)
-                kept[name, budget] += sum(
-                    was and p["number"] in answer for was, p, answer in zip(good, some, said, strict=True)
-                )
-            unpatch_model(model)
-        bar.close()
-        for (name, budget), count in kept.items():
-            row = {"text": kind, "method": name, "budget": budget}
-            rows.append(row | {"dense_right": right, "kept": count, "tried": tried})
-            print(f"{kind:7s} {name:20s} {budget:5d}  {count} of {right}")
-    write_results(args.output, rows, environment=environment(args.device))
+    rows, kind = [], args.text
+    right = tried = 0
+    kept = {(name, budget): 0 for name in METHODS for budget in args.budgets}
+    prompts = make_prompts(tokenizer, kind, 3 * args.prompts, shortest, longest, args.essays)
+    bar = tqdm(total=args.prompts, desc=kind)
+    while right < args.prompts and tried < len(prompts):
+        some = prompts[tried : tried + args.batch]
+        tried += len(some)
+        texts = [p["text"] for p in some]
+        inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=False, padding=True).to(args.device)
+        dense = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
+            model(
+                inputs.input_ids[:, :-1],
+                attention_mask=inputs.attention_mask[:, :-1],
+                position_ids=positions[:, :-1],
+                past_key_values=dense,
+                logits_to_keep=1,
+            )
+        said = answers(model, tokenizer, inputs, copy.deepcopy(dense), TOKENS)
+        good = [p["number"] in answer for p, answer in zip(some, said, strict=True)]
+        right += sum(good)
+        bar.update(sum(good))
+        for (name, budget), _ in kept.items() if any(good) else ():
+            cache = HierarchicalSparseCache.from_dense(
+                model, copy.deepcopy(dense), top_k=budget, offload=args.offload, **METHODS[name]
+            )
+            said = answers(model, tokenizer, inputs, cache, TOKENS)
+            kept[name, budget] += sum(
+                was and p["number"] in answer for was, p, answer in zip(good, some, said, strict=True)
+            )
+        unpatch_model(model)
+    bar.close()
+    for (name, budget), count in kept.items():
+        row = {"text": kind, "method": name, "budget": budget}
+        rows.append(row | {"dense_right": right, "kept": count, "tried": tried})
+        print(f"{kind:7s} {name:20s} {budget:5d}  {count} of {right}")
+    write_results(args.output or Path(f"eval/results/needle-{kind}.json"), rows, environment=environment(args.device))
 
 
 if __name__ == "__main__":

@@ -75,12 +75,13 @@ def exactness() -> str:
 
 def needle() -> str:
     """Answers kept, of those that the dense cache gets right."""
-    run = load("needle")
-    budgets = sorted({row["budget"] for row in run["rows"]})
-    right = {row["text"]: row["dense_right"] for row in run["rows"]}
-    rows = [row | {"text and method": f"{row['text']}: {row['method']}"} for row in run["rows"]]
-    body = pivot(rows, "text and method", budgets, lambda row: f"{row['kept']} of {right[row['text']]}")
-    return f"{body}\n\n{source(['needle'], run['environment'])}"
+    names = sorted(path.stem for path in RESULTS.glob("needle-*.json"))
+    runs = [load(name) for name in names]
+    rows = [row for run in runs for row in run["rows"]]
+    budgets = sorted({row["budget"] for row in rows})
+    rows = [row | {"text and method": f"{row['text']}: {row['method']}"} for row in rows]
+    body = pivot(rows, "text and method", budgets, lambda row: f"{row['kept']} of {row['dense_right']}")
+    return f"{body}\n\n{source(names, runs[0]['environment'])}"
 
 
 def example() -> str:
