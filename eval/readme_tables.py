@@ -105,18 +105,21 @@ def selection() -> str:
 def kernels() -> str:
     """The swap-in kernel through the layers of a model in turn."""
     run = load("bench_kernels")
-    rows = [row for row in run["rows"] if row["op"] == "swap_in" and row["layers"] == "turn"]
+    rows = [row for row in run["rows"] if row["op"] == "swap_in" and row["layers"] == "turn" and "gather_us" in row]
     lines = [
         [
-            f"{row['setting']}, batch {row['batch']}",
+            f"{row['setting']}, {row['item_bytes']:,} B",
+            row["batch"],
+            f"{row['k']:,} of {row['slots']:,}",
             f"{row['missed']:.0%}",
-            f"{row['us']:.1f}",
-            f"{row['gather_us']:.1f}" if "gather_us" in row else "",
-            f"{row['empty_us']:.1f}",
+            f"{row['us']:.0f}",
+            f"{row['gather_us']:.0f}",
+            f"{row['no_copy_us']:.0f}",
+            f"{row['gb_per_s']:.0f}",
         ]
         for row in rows
     ]
-    head = ["items", "missed", "swap-in, us", "the copies alone, us", "an empty kernel, us"]
+    head = "items,batch,selected,missed,swap-in (us),its copies alone (us),without copies (us),GB/s".split(",")
     return f"{table(head, lines)}\n\n{source(['bench_kernels'], run['environment'])}"
 
 
