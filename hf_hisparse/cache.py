@@ -178,9 +178,11 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")
         refused: dict[str, list[int]] = {}
         for index, layer in enumerate(layers):
-            if type(layer) not in (DynamicLayer, DynamicIndexedLayer) or index in self.config.dense_layers:
+            if not isinstance(layer, DynamicLayer) or layer.is_sliding or index in self.config.dense_layers:
                 continue
-            if index in patch.layers:
+            if type(layer) not in (DynamicLayer, DynamicIndexedLayer):
+                refused.setdefault("it keeps another state beside its keys and values", []).append(index)
+            elif index in patch.layers:
                 attention = patch.layers[index]
                 layers[index] = HierarchicalLayer(attention.make_coordinator(attention.module, self.config, backend))
             else:

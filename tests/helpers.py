@@ -78,6 +78,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": BASE | HEAD | HYBRID | MOE | {"num_local_experts": 4},
     "qwen3_next": BASE | HEAD | MOE | LINEAR,
     "deepseek_v3": LATENT,
+    # Hands its attention the cache as `layer_past`.
+    "gpt_neox": BASE,
+    # Keeps a recurrent state beside the keys and values of every layer.
+    "falcon_h1": BASE | HEAD,
     # Latent attention with an indexer.
     "deepseek_v32": LATENT,
     "glm_moe_dsa": LATENT | {"index_topk_freq": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},

@@ -414,3 +414,8 @@ def test_the_indexers_keys_are_taken_back_too():
     fresh = HierarchicalSparseCache(model)
     forward(model, ids, fresh)
     assert same_bits(steps(model, ids[:, :9], cache), steps(model, ids[:, :9], fresh))
+
+
+def test_layers_with_another_state_are_refused(tiny):
+    with pytest.raises(ValueError, match="another state beside its keys and values"):
+        HierarchicalSparseCache(tiny("falcon_h1"))

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.algorithms import LightningIndexer, Quest, RaBitQ
 from hf_hisparse.backends import ReferenceBackend
+from hf_hisparse.cache import HierarchicalLayer
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from tests.helpers import (
@@ -242,6 +243,7 @@ DENSE = [
     "gpt_oss",
     "qwen3_next",
     "deepseek_v3",
+    "gpt_neox",
 ]
 
 
@@ -255,6 +257,16 @@ def test_a_covered_context_equals_the_dense_cache(tiny, name):
     assert torch.equal(output.sequences, dense.sequences)
     assert same_bits(logits_of(output), logits_of(dense))
     assert cache.stats().host_bytes == 0
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_full_attention_layer_goes_through_its_coordinator(tiny, name):
+    """Whatever a model calls the cache that it hands to its attention: none is left to attend densely, as if unpatched."""
+    model = tiny(name)
+    cache = HierarchicalSparseCache(model, **GQA)
+    generate(model, random_ids(2, 60), cache, 4)
+    layers = [layer.coordinator for layer in cache.layers if isinstance(layer, HierarchicalLayer)]
+    assert all(coordinator.memory is not None for coordinator in layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.algorithms import ALGORITHMS, AUTO, KeyScoring
@@ -48,14 +49,13 @@ class _ConfigView:
         return getattr(self._config, name)
 
 
-def given_cache(kwargs: dict[str, Any]) -> Any:
-    """The cache among a forward's keyword arguments: `cache`, before transformers 5.22 `past_key_values`."""
-    cache = kwargs.get("cache")
-    return kwargs.get("past_key_values") if cache is None else cache
+def given_cache(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among a forward's arguments, whatever its name: `cache`, `past_key_values`, `layer_past`."""
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The keyword that a model's `forward` and `generate` take the cache by: see `given_cache`."""
+    """The keyword that a model's `forward` and `generate` take the cache by: before transformers 5.22 `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -133,7 +133,7 @@ class AttentionPatch:
     def _before(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         # An interrupt, unlike an error, calls no hook: the module may still be as it was entered.
         self._after(module, args, None)
-        coordinator = coordinator_of(given_cache(kwargs), module.layer_idx)
+        coordinator = coordinator_of(given_cache(args, kwargs), module.layer_idx)
         if coordinator is None:
             return None
         base = self.config._attn_implementation

@@ -45,7 +45,7 @@ class ModelPatch:
 
     @staticmethod
     def _before(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        begin: Callable | None = getattr(given_cache(kwargs), "begin_forward", None)
+        begin: Callable | None = getattr(given_cache(args, kwargs), "begin_forward", None)
         if begin is None:
             return
         wanted = kwargs.get("output_attentions")
@@ -63,7 +63,7 @@ class ModelPatch:
 
     @staticmethod
     def _after(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        end: Callable | None = getattr(given_cache(kwargs), "end_forward", None)
+        end: Callable | None = getattr(given_cache(args, kwargs), "end_forward", None)
         if end is not None:
             end(failed=output is None)
 
