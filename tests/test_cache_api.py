@@ -939,6 +939,25 @@ def test_generate_again_after_a_failure(tiny):
     assert same_bits(logits_of(generate(model, ids, cache, 8)), logits_of(expected))
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
+def test_an_interrupted_model_serves_any_cache(name):
+    """The module that was interrupted, still as it was entered, may next be called with any cache, or be unpatched."""
+    model, ids = make_model(name), random_ids(2, 60)
+    state = state_of(model)
+    expected = decode(model, ids, dense_cache(model), 50)
+    for first in (lambda: None, lambda: unpatch_model(model)):
+        patch_model(model)
+        fault = Fault(model, KeyboardInterrupt())
+        fault.in_attention_armed = True
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids, HierarchicalSparseCache(model, **GQA if name == "llama" else {}))
+        fault.handle.remove()
+        fault.middle.remove()
+        first()
+        assert same_bits(decode(model, ids, dense_cache(model), 50), expected)
+    assert state_of(model) == state
+
+
 def test_crop_after_an_interrupt():
     model, ids, more = make_model("llama"), random_ids(2, 70), random_ids(2, 6, seed=1)
     cache, fresh = (HierarchicalSparseCache(model, **GQA, algorithm="quest") for _ in range(2))
