@@ -261,7 +261,7 @@ def test_a_covered_context_equals_the_dense_cache(tiny, name):
 
 @pytest.mark.parametrize("name", DENSE)
 def test_every_full_attention_layer_goes_through_its_coordinator(tiny, name):
-    """Whatever a model calls the cache that it hands to its attention: none is left to attend densely, as if unpatched."""
+    """Whatever a model calls the cache that it hands on: no layer is left to attend densely, as if unpatched."""
     model = tiny(name)
     cache = HierarchicalSparseCache(model, **GQA)
     generate(model, random_ids(2, 60), cache, 4)

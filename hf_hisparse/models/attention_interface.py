@@ -55,7 +55,7 @@ def given_cache(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The keyword that a model's `forward` and `generate` take the cache by: before transformers 5.22 `past_key_values`."""
+    """The keyword that a model takes the cache by. Before transformers 5.22: `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
