@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,13 @@ def exactness() -> str:
     return f"{table(head, lines)}\n\n{source(names, load(names[0])['environment'])}"
 
 
-def needle() -> str:
+def needle(name: str = "needle") -> str:
     """Answers kept, of those that the dense cache gets right."""
-    names = sorted(path.stem for path in RESULTS.glob("needle-*.json"))
-    runs = [load(name) for name in names]
-    rows = [row for run in runs for row in run["rows"]]
-    budgets = sorted({row["budget"] for row in rows})
-    rows = [row | {"text and method": f"{row['text']}: {row['method']}"} for row in rows]
+    run = load(name)
+    budgets = sorted({row["budget"] for row in run["rows"]})
+    rows = [row | {"text and method": f"{row['text']}: {row['method']}"} for row in run["rows"]]
     body = pivot(rows, "text and method", budgets, lambda row: f"{row['kept']} of {row['dense_right']}")
-    return f"{body}\n\n{source(names, runs[0]['environment'])}"
+    return f"{body}\n\n{source([name], run['environment'])}"
 
 
 def example() -> str:
@@ -128,6 +127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "example": example,
     "kernels": kernels,
     "needle": needle,
+    "needle_alone": partial(needle, "needle-essays"),
     "selection": selection,
 }
 
