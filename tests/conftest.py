@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import nn
 
 from examples.generate import load_model
@@ -16,6 +17,10 @@ from tests.helpers import make_model
 
 # These models are so small that threads only wait for one another; use `pytest -n` for the cores.
 torch.set_num_threads(1)
+
+# A busy machine is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -79,7 +79,7 @@ def test_the_bound_bounds_every_product(dtype, built):
     assert (bound - box).abs().le(slack).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 10_000))
 def test_the_bound_bounds_for_any_page_size(page_size, tokens, seed):
     keys, query = draw(2, tokens, 4, seed=seed), draw(2, 1, 4, seed=seed + 1)
@@ -285,7 +285,7 @@ def test_token_by_token_equals_a_prefill(method, built, monkeypatch):
     assert_same_representation(whole, grown, 40 // whole.granularity)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(ALGORITHMS)), st.integers(1, 6), st.lists(st.integers(1, 15), min_size=1, max_size=5))
 def test_chunks_equal_a_prefill(name, page_size, chunks):
     with pytest.MonkeyPatch.context() as patch:
@@ -341,7 +341,7 @@ def chosen(algorithm: KeyScoring, scores: Tensor, k: int, starts: Tensor, length
     return rows
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
     name = data.draw(st.sampled_from(sorted(ALGORITHMS)))
@@ -419,7 +419,7 @@ def indexer(batch: int, tokens: int, width: int = 8, seed: int = 0) -> tuple[Lig
     return algorithm, keys
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_the_indexer_selects_by_the_plain_expression(data):
     """Against `sum_h w_h relu(scale q_h . k)`, written out as `[batch, query, heads, keys]` in float64."""

@@ -108,7 +108,7 @@ def test_against_float64(layout, options):
     torch.testing.assert_close(case.attend(**chosen), case.expected(**chosen).float())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 30), st.integers(1, 12), st.integers(0, 1000))
 def test_against_float64_with_random_masks(layout, tokens, k, seed):
     """Part-filled pages, padding on the left, and selections with holes."""

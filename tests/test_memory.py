@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_hisparse.layout import ItemLayout
@@ -64,7 +64,6 @@ def test_slabs_do_not_overlap(small_slabs):
     assert store.capacity >= 90 and store.nbytes == store.table.numel() * store.items_per_slab * store.item_bytes
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=12), st.randoms())
 def test_writes_and_reads_of_any_span(spans, random):
     """Spans written anywhere, over one another and across chunks, read back as from one tensor."""

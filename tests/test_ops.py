@@ -230,7 +230,7 @@ def scripts(draw) -> tuple[dict, list[tuple[str, list]]]:
     return shape, draw(st.lists(step, min_size=1, max_size=20))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(scripts())
 def test_any_steps(script):
     shape, steps = script
