@@ -293,11 +293,8 @@ class HierarchicalSparseCache(Cache):
             )
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
-        if length and coordinators and batch != coordinators[0].batch:
-            raise ValueError(
-                f"the cache holds a batch of {coordinators[0].batch} and was given a batch of {batch}; use a new "
-                "cache, or `cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
-            )
+        if coordinators:
+            coordinators[0].check_batch(batch)
         if self._max_length is not None and length + tokens > self._max_length:
             raise ValueError(
                 f"{length} tokens in the cache and {tokens} new ones pass the model's `max_position_embeddings` of "

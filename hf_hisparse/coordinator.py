@@ -78,16 +78,20 @@ class SparseCoordinator:
 
     # ---- the history -------------------------------------------------------------------------------------------------
 
-    def _check(self, parts: Sequence[Tensor]) -> None:
-        if self.length == 0:
-            return
-        batch, heads = parts[0].shape[:2]
-        if batch != self.batch:
+    def check_batch(self, batch: int) -> None:
+        """Raises `ValueError` if there is a history, of another number of sequences than `batch`."""
+        if self.length and batch != self.batch:
             raise ValueError(
                 f"the cache holds a batch of {self.batch} and was given a batch of {batch}; use a new cache, or "
                 "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
             )
-        held = self.recent if self.recent is not None else None
+
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        if self.length == 0:
+            return
+        batch, heads = parts[0].shape[:2]
+        self.check_batch(batch)
+        held = self.recent
         dtype, device = (held[0].dtype, held[0].device) if held else (self.memory.dtype, self.memory.device)
         if (parts[0].dtype, parts[0].device) != (dtype, device):
             raise ValueError(

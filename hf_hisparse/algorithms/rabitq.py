@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -52,7 +51,7 @@ class RaBitQ(KeyScoring):
 
     @property
     def alignment(self) -> int:
-        return math.lcm(self.page_size, self.block)
+        return self.block
 
     def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
         blocks, valid = self.cut(keys, start, starts, self.block)

@@ -106,11 +106,6 @@ class AttentionPatch:
         return None
 
     @staticmethod
-    def native_top_k(module: nn.Module) -> int | None:
-        """How many tokens the model itself was trained to attend to, if it was."""
-        return None
-
-    @staticmethod
     def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         """A coordinator for the layer of such a module."""
         name = AUTO if config.algorithm == "auto" else config.algorithm

@@ -102,10 +102,6 @@ class LatentPatch(AttentionPatch):
         return None
 
     @staticmethod
-    def native_top_k(module: Any) -> int | None:
-        return module.config.index_topk
-
-    @staticmethod
     def make_coordinator(module: Any, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         native = module.config.index_topk
         if config.top_k not in (None, native):
