@@ -5,6 +5,8 @@
 // Both: buffer [rows, slots, item_bytes]; item_slot [rows, items], slot_item and last_used [rows, slots], all int32.
 // Out:  the token's bytes in host memory.
 //
+// An entry of item_slot is as swap_in writes it; this one's step is the past one, so that swap_in never takes it for its own.
+//
 // Within an item of page_size tokens each part is contiguous over the page. A token that opens an item that is not resident
 // takes the slot used longest ago (ties: the lowest). One that continues an item that is not resident goes to host memory
 // alone. The slot is stamped clock + 1, the step to come. A row without a token is not touched.
@@ -18,8 +20,8 @@
 
 namespace {
 
-constexpr unsigned kAll = 0xffffffffu;
 constexpr int kNone = 0x7fffffff;
+constexpr int kSlotBits = 15, kSlotMask = (1 << kSlotBits) - 1;
 
 // The least last_used among `slots` slots, and the lowest slot that has it; the same to every thread of the block.
 __device__ __forceinline__ int oldest_slot(const int* last_used, int slots) {
@@ -63,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) append(
     last_used += row * slots;
     const long long slab = item / items_per_slab;
     char* const host = reinterpret_cast<char*>(slab_table[row * slabs + slab]) + (item - slab * items_per_slab) * item_bytes;
-    int slot = item_slot[item];
+    const int entry = item_slot[item], past = clock[row];
+    int slot = entry < 0 ? -1 : entry & kSlotMask;
     if (within == 0) {
         const int oldest = oldest_slot(last_used, static_cast<int>(slots));  // Every thread has read item_slot after it.
         if (slot < 0) {
@@ -71,12 +74,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1) append(
             if (threadIdx.x == 0) {
                 const int evicted = slot_item[slot];
                 if (evicted >= 0) item_slot[evicted] = -1;
-                item_slot[item] = slot;
+                item_slot[item] = slot | (past & 0xffff) << kSlotBits;
                 slot_item[slot] = static_cast<int>(item);
             }
         }
     }
-    if (slot >= 0 && threadIdx.x == 0) last_used[slot] = clock[row] + 1;
+    if (slot >= 0 && threadIdx.x == 0) last_used[slot] = past + 1;
 
     char* const device = buffer + (row * slots + max(slot, 0)) * item_bytes;
     const long long widths[] = {width0, width1, width2, width3};

@@ -1,7 +1,7 @@
-// Copies of items whose bytes lie anywhere, in the widest words that their alignment allows.
+// Copies of bytes that lie anywhere, in the widest words that their alignment allows, and in bulk where the hardware can.
 #pragma once
 
-constexpr int kInFlight = 4;  // Words that a thread has under way at once.
+constexpr unsigned kAll = 0xffffffffu;
 
 // The largest word, in bytes, that divides `bits`: the bitwise or of the addresses and sizes that it must divide.
 __device__ __forceinline__ unsigned word_bytes(unsigned long long bits) {
@@ -21,77 +21,72 @@ __device__ __forceinline__ void with_word(unsigned bytes, Body body) {
     }
 }
 
-// Reads host memory once, past the L1 cache. No kernel writes what it reads this way in the same launch.
-__device__ __forceinline__ uint4 load_once(const uint4* from) {
-    uint4 word;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                 : "l"(from));
-    return word;
-}
-
-template <typename Word>
-__device__ __forceinline__ Word load_once(const Word* from) {
-    return __ldg(from);
-}
-
-// The words of a list of items that one thread of a block copies. The block takes words `begin` to `end` of the list laid
-// end to end, consecutive threads consecutive words, so that an item is read by one block and in whole lines.
-struct Walk {
-    unsigned index, end;          // The thread's next word, and the block's last plus one.
-    unsigned item, word;          // The same word as a place in the list and a word of that item.
-    unsigned words;               // Words an item.
-    unsigned step_items, step_words;
-
-    __device__ Walk(unsigned items, unsigned words, unsigned block, unsigned blocks) : words(words) {
-        const unsigned share = (items * words + blocks - 1) / blocks;
-        index = block * share + threadIdx.x;
-        end = min(items * words, (block + 1) * share);
-        item = index / words;
-        word = index - item * words;
-        step_items = blockDim.x / words;
-        step_words = blockDim.x - step_items * words;
-    }
-
-    __device__ __forceinline__ bool done() const { return index >= end; }
-
-    __device__ __forceinline__ void next() {
-        index += blockDim.x;
-        item += step_items;
-        word += step_words;
-        if (word >= words) {
-            word -= words;
-            ++item;
+// Copies `bytes` bytes by the lanes of a warp, four words under way a lane. The arguments are the same in every lane.
+__device__ __forceinline__ void warp_copy(unsigned long long to, unsigned long long from, unsigned bytes) {
+    constexpr unsigned kInFlight = 4;
+    with_word(word_bytes(to | from | bytes), [&](auto zero) {
+        using Word = decltype(zero);
+        const Word* const source = reinterpret_cast<const Word*>(from);
+        Word* const target = reinterpret_cast<Word*>(to);
+        const unsigned words = bytes / sizeof(Word);
+        for (unsigned first = threadIdx.x & 31; first < words; first += 32 * kInFlight) {
+            Word held[kInFlight];
+#pragma unroll
+            for (unsigned i = 0; i < kInFlight; ++i) {
+                if (first + 32 * i < words) held[i] = __ldg(source + first + 32 * i);
+            }
+#pragma unroll
+            for (unsigned i = 0; i < kInFlight; ++i) {
+                if (first + 32 * i < words) target[first + 32 * i] = held[i];
+            }
         }
+    });
+}
+
+// One thread's place in shared memory, through which it moves one piece at a time. The bytes pass by the thread's registers
+// and by the L1 cache, whose loads come back in order, so that other loads do not wait for them. From compute capability 9.0
+// on. Addresses and sizes are multiples of 16.
+struct Mover {
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool kExists = true;
+    unsigned data, barrier, phase = 0;
+
+    __device__ Mover(char* place, unsigned long long* word)
+        : data(static_cast<unsigned>(__cvta_generic_to_shared(place))),
+          barrier(static_cast<unsigned>(__cvta_generic_to_shared(word))) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    // Has a piece come; the place must be free.
+    __device__ __forceinline__ void load(unsigned long long from, unsigned bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+            ::"r"(data), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+    }
+    // Waits for it and has it go.
+    __device__ __forceinline__ void store(unsigned long long to, unsigned bytes) {
+        unsigned done = 0;
+        while (!done) {
+            asm volatile(
+                "{\n .reg .pred done;\n mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n selp.u32 %0, 1, 0, done;\n}"
+                : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+        }
+        phase ^= 1;
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(data), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+    // Waits until the place is free.
+    __device__ __forceinline__ void free() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+    // Waits until all that was stored is written.
+    __device__ __forceinline__ void finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+#else
+    static constexpr bool kExists = false;
+    __device__ Mover(char*, unsigned long long*) {}
+    __device__ void load(unsigned long long, unsigned) {}
+    __device__ void store(unsigned long long, unsigned) {}
+    __device__ void free() {}
+    __device__ void finish() {}
+#endif
 };
-
-// Issues the loads of a thread's next `kInFlight` words. `source(i)` is the address of the list's item `i`.
-template <typename Word, typename Source>
-__device__ __forceinline__ void load_words(Word (&held)[kInFlight], Walk walk, Source source) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-        if (!walk.done()) held[i] = load_once(reinterpret_cast<const Word*>(source(walk.item)) + walk.word);
-        walk.next();
-    }
-}
-
-// Stores what `load_words` loaded and moves on. `target(i)` is the address that the list's item `i` goes to.
-template <typename Word, typename Target>
-__device__ __forceinline__ void store_words(const Word (&held)[kInFlight], Walk& walk, Target target) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-        if (!walk.done()) reinterpret_cast<Word*>(target(walk.item))[walk.word] = held[i];
-        walk.next();
-    }
-}
-
-// Copies the rest of a thread's words.
-template <typename Word, typename Source, typename Target>
-__device__ __forceinline__ void copy_words(Walk walk, Source source, Target target) {
-    while (!walk.done()) {
-        Word held[kInFlight];
-        load_words(held, walk, source);
-        store_words(held, walk, target);
-    }
-}

@@ -4,7 +4,8 @@ A step runs in a replayed CUDA graph between two CUDA events, with a selection i
 the share of items missed is what the counters say. There are two ways to go through a model: `one` layer's history
 replayed, which stays in the address-translation caches, and the layers of a model in `turn`. In the same run:
 
-- `gather`: a kernel that only reads as many missed items from the same histories, in the best of several launch shapes;
+- `gather`: a kernel that only reads as many missed items from the same histories, through registers or in bulk copies,
+  in the best of several launch shapes;
 - `no copy`: the swap-in without its copy, what the mechanism costs;
 - `empty`: an empty kernel, what a launch between two events costs. All times include it;
 - `back to back`: a step of a graph that swaps in every step, one after the other;
@@ -32,13 +33,14 @@ from hf_hisparse import ops
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory.host_store import HostStore
 from hf_hisparse.ops import cuda
-from hf_hisparse.ops.heuristics import MAX_THREADS, Shape, swap_in_shape
+from hf_hisparse.ops.heuristics import Shape, direct_blocks, pieces, swap_in_shape
 
 
 TOKENS = 1 << 17
 STEPS, LAYERS = 32, 32
 WARM_STEPS = 4
-GATHER_SHAPES = [(8, 1024), (16, 1024), (32, 1024), (64, 1024), (132, 1024), (264, 512), (528, 256)]
+GATHER_SHAPES = [(4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (132, 256), (132, 1024), (528, 256)]
+BULK_SHAPES = [(4, 64), (8, 32), (16, 32), (132, 16)]
 DEVICE = torch.device("cuda", 0)
 
 SOURCE = """
@@ -53,12 +55,46 @@ extern "C" __global__ void wait(long long nanoseconds) {
     while (now - start < nanoseconds);
 }
 
-// Copies items of 16-byte words from and to lists of addresses, each block an equal share of the words.
+// Copies items of 16-byte words from and to lists of addresses: all words laid end to end, each block an equal share,
+// consecutive threads consecutive words, four under way a thread.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 gather(const unsigned long long* sources, const unsigned long long* targets, long long items, long long item_bytes) {
-    const auto source = [&](unsigned i) { return sources[i]; };
-    const auto target = [&](unsigned i) { return targets[i]; };
-    copy_words<uint4>(Walk(items, item_bytes / 16, blockIdx.x, gridDim.x), source, target);
+    const unsigned words = item_bytes / 16, all = items * words, share = (all + gridDim.x - 1) / gridDim.x;
+    const unsigned end = min(all, (blockIdx.x + 1) * share);
+    for (unsigned first = blockIdx.x * share + threadIdx.x; first < end; first += 4 * blockDim.x) {
+        uint4 held[4];
+#pragma unroll
+        for (unsigned i = 0; i < 4; ++i) {
+            const unsigned at = first + i * blockDim.x;
+            if (at < end) held[i] = __ldg(reinterpret_cast<const uint4*>(sources[at / words]) + at % words);
+        }
+#pragma unroll
+        for (unsigned i = 0; i < 4; ++i) {
+            const unsigned at = first + i * blockDim.x;
+            if (at < end) reinterpret_cast<uint4*>(targets[at / words])[at % words] = held[i];
+        }
+    }
+}
+
+// The same in bulk copies, `pieces` an item, one under way a thread.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+bulk_gather(
+    const unsigned long long* sources, const unsigned long long* targets, long long items, long long item_bytes,
+    long long pieces, long long piece_bytes
+) {
+    extern __shared__ __align__(128) char shared[];
+    Mover mover(
+        shared + threadIdx.x * piece_bytes,
+        reinterpret_cast<unsigned long long*>(shared + blockDim.x * piece_bytes) + threadIdx.x
+    );
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < items * pieces; i += gridDim.x * blockDim.x) {
+        const long long item = i / pieces, begin = i % pieces * piece_bytes;
+        const unsigned bytes = min(piece_bytes, item_bytes - begin);
+        mover.load(sources[item] + begin, bytes);
+        mover.store(targets[item] + begin, bytes);
+        mover.free();
+    }
+    mover.finish();
 }
 """
 
@@ -99,9 +135,10 @@ class Bench:
         reason = cuda.unavailable(DEVICE.index)
         if reason is not None:
             raise SystemExit(f"the CUDA kernels cannot be used: {reason}")
-        self.empty, self.spin, self.gather = (
-            cuda.Kernel(SOURCE, name, DEVICE.index) for name in ("empty", "wait", "gather")
+        self.empty, self.spin, self.gather, self.bulk_gather = (
+            cuda.Kernel(SOURCE, name, DEVICE.index) for name in ("empty", "wait", "gather", "bulk_gather")
         )
+        self.bulk = torch.cuda.get_device_capability(DEVICE)[0] >= 9
         # The histories of every setting lie in the same memory, one after the other.
         self.store = HostStore(histories, LATENT.layout.elements, torch.bfloat16, DEVICE)
         self.store.reserve(LATENT.items)
@@ -137,7 +174,7 @@ class Bench:
 
     def _replay(self, graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
         torch.cuda.synchronize()
-        self.spin(1, Shape(1, 32), 0, 4_000_000)  # Until everything is queued.
+        self.spin(1, 32, 0, 4_000_000)  # Until everything is queued.
         for begin, graph, end in zip(self._events[0], graphs, self._events[1], strict=False):
             begin.record()
             graph.replay()
@@ -198,6 +235,7 @@ class Layers:
         self.clock = [like((rows,), 0) for _ in range(layers)]
         self.totals = [torch.zeros(rows, 2, dtype=torch.int64, device=DEVICE) for _ in range(layers)]
         self.log = [like((rows, 256, 2), 0) for _ in range(layers)]
+        self.progress = [like((rows, 2), 0) for _ in range(layers)]
         self.order = torch.rand(rows, setting.items, device=DEVICE).argsort(1).int()
         self.next = [layer * setting.items // layers for layer in range(layers)]
         self.current = [self.order[:, :k]] * layers
@@ -251,6 +289,7 @@ class Layers:
             self.clock[layer],
             self.totals[layer],
             self.log[layer],
+            self.progress[layer],
         )
 
     def append(self, layer: int, token: Tensor, position: Tensor) -> None:
@@ -272,11 +311,23 @@ class Layers:
         """A round of swap-ins."""
         return [partial(self.swap_in, step % self.layers, step, op) for step in range(STEPS)]
 
-    def gathers(self, kernel: cuda.Kernel, blocks: int, threads: int) -> list[Callable[[], object]]:
-        """A round of gathers of what the swap-ins miss."""
-        count = self.rows * self.misses
+    def gathers(self, bench: Bench) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+        """Rounds of gathers of what the swap-ins miss, by the launch shape."""
+        size = self.setting.item_bytes
         lists = [(self.sources[step].data_ptr(), self.targets[step].data_ptr()) for step in range(STEPS)]
-        return [partial(kernel, blocks, Shape(1, threads), 0, *both, count, self.setting.item_bytes) for both in lists]
+        sizes = (self.rows * self.misses, size)
+        for blocks, threads in GATHER_SHAPES:
+            yield f"{blocks}x{threads}", [partial(bench.gather, blocks, threads, 0, *both, *sizes) for both in lists]
+        count, piece_bytes = pieces(size)
+        for blocks, threads in BULK_SHAPES if bench.bulk else ():
+            shared = threads * (piece_bytes + 8)
+            yield (
+                f"bulk {blocks}x{threads}",
+                [
+                    partial(bench.bulk_gather, blocks, threads, shared, *both, *sizes, count, piece_bytes)
+                    for both in lists
+                ],
+            )
 
     def counted(self) -> int:
         """Misses so far."""
@@ -286,7 +337,7 @@ class Layers:
 def bench_swap_in(
     bench: Bench, settings: Iterable[tuple[Setting, int]], rates: list[float]
 ) -> Iterator[dict[str, Any]]:
-    empty = bench.time([partial(bench.empty, 1, Shape(1, 32), 0, 0)] * STEPS)
+    empty = bench.time([partial(bench.empty, 1, 32, 0, 0)] * STEPS)
     for setting, batch in settings:
         for way, count in (("one", 1), ("turn", LAYERS)):
             layers = Layers(bench, setting, batch, count)
@@ -314,12 +365,7 @@ def bench_swap_in(
                     "to_empty": swap_in / empty,
                 }
                 if layers.misses:
-                    gathers = {
-                        f"{blocks}x{threads}": bench.time(
-                            layers.gathers(bench.gather, blocks, threads), layers.list_gathers
-                        )
-                        for blocks, threads in GATHER_SHAPES
-                    }
+                    gathers = {shape: bench.time(steps, layers.list_gathers) for shape, steps in layers.gathers(bench)}
                     best = min(gathers, key=lambda name: gathers[name])
                     moved = missed * layers.rows * setting.k * setting.item_bytes
                     row |= {
@@ -336,24 +382,25 @@ def bench_shapes(bench: Bench, settings: Iterable[tuple[Setting, int]], rates: l
     for setting, batch in settings:
         layers = Layers(bench, setting, batch, LAYERS)
         properties = torch.cuda.get_device_properties(DEVICE)
-        chosen = swap_in_shape(layers.rows, setting.k, setting.slots, properties.multi_processor_count, True)
+        size = setting.item_bytes
+        sizes = (layers.rows, setting.k, setting.slots, size)
+        chosen = swap_in_shape(*sizes, properties.multi_processor_count, bench.bulk)
         for rate in rates:
             layers.misses = round(rate * setting.k)
-            for threads in (128, 256, 512, MAX_THREADS):
-                for blocks in (1, 2, 4, 8):
-                    shape = Shape(blocks, threads)
-                    if setting.k <= 4 * threads and layers.rows * blocks <= 1024:
-                        op = partial(cuda.swap_in, shape=shape)
-                        yield {
-                            "op": "swap_in",
-                            "setting": setting.name,
-                            "rows": layers.rows,
-                            "layers": "turn",
-                            "missed": rate,
-                            "shape": f"{blocks}x{threads}",
-                            "chosen": "*" if shape == chosen else "",
-                            "us": bench.time(layers.steps(op), layers.select),
-                        }
+            for movers, copiers in ((32, 0), (64, 0), (32, 4), (64, 4), (32, 8), (64, 8), (32, 16), (32, 32)):
+                shape = Shape(chosen.threads, movers, copiers)
+                if copiers or layers.rows * direct_blocks(setting.k, size, movers) <= 1024:
+                    op = partial(cuda.swap_in, shape=shape)
+                    yield {
+                        "op": "swap_in",
+                        "setting": setting.name,
+                        "rows": layers.rows,
+                        "layers": "turn",
+                        "missed": rate,
+                        "shape": f"{copiers or 'direct'} {movers}",
+                        "chosen": "*" if shape == chosen else "",
+                        "us": bench.time(layers.steps(op), layers.select),
+                    }
         del layers
 
 

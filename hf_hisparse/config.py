@@ -6,6 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 
+MAX_ITEMS = 4096
+"""Items that a step can select, a KV head."""
+MAX_SLOTS = 1 << 15
+"""Items that the device buffer can hold, a KV head."""
+
+
 @dataclass(frozen=True)
 class HiSparseConfig:
     """Options of `HierarchicalSparseCache`.
@@ -51,7 +57,8 @@ class HiSparseConfig:
         """Items of top-k and slots of the buffer, for an algorithm's page size, top-k and always-kept items.
 
         Raises:
-            ValueError: If `top_k` is below what is always kept, or `buffer_size` is below `top_k`.
+            ValueError: If `top_k` is below what is always kept, `buffer_size` is below `top_k`, or either is more items
+                than there is room for.
         """
         if top_k < page_size:
             raise ValueError(f"`top_k={top_k}` is below `page_size={page_size}`; raise `top_k` or lower `page_size`")
@@ -61,10 +68,20 @@ class HiSparseConfig:
                 f"`top_k={top_k}` holds {k} items of `page_size={page_size}`, fewer than the {kept} that `sink_tokens` "
                 "and `recent_tokens` always keep; raise `top_k` or lower one of these"
             )
+        if k > MAX_ITEMS:
+            raise ValueError(
+                f"`top_k={top_k}` is {k} items of `page_size={page_size}`, and a step selects at most {MAX_ITEMS}; "
+                "raise `page_size` or lower `top_k`"
+            )
         slots = (2 * top_k if self.buffer_size is None else self.buffer_size) // page_size
         if slots < k:
             raise ValueError(
                 f"`buffer_size={self.buffer_size}` is below `top_k={top_k}`: every selected item must fit the buffer; "
                 f"use `buffer_size={top_k}` or more"
+            )
+        if slots > MAX_SLOTS:
+            raise ValueError(
+                f"`buffer_size={self.buffer_size}` is {slots} items of `page_size={page_size}`, and the device buffer "
+                f"holds at most {MAX_SLOTS}; raise `page_size` or lower `buffer_size`"
             )
         return k, slots

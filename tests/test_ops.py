@@ -21,6 +21,8 @@ class SlowRow:
         self.order = OrderedDict((slot, None) for slot in range(slots))
         self.item_of = [None] * slots
         self.slot_of: dict[int, int] = {}
+        self.came: dict[int, int] = {}
+        """The step that brought an item."""
         self.coming: set[int] = set()
         """Slots that were appended to since the last step: they count as used in the coming one."""
         self.steps = self.hits = self.misses = 0
@@ -37,7 +39,11 @@ class SlowRow:
     def _put(self, item: int, slot: int) -> None:
         if self.item_of[slot] is not None:
             del self.slot_of[self.item_of[slot]]
-        self.item_of[slot], self.slot_of[item] = item, slot
+        self.item_of[slot], self.slot_of[item], self.came[item] = item, slot, self.steps
+
+    def entry(self, item: int) -> int:
+        """What `item_slot` is to say."""
+        return self.slot_of[item] + 32768 * (self.came[item] % 65536) if item in self.slot_of else -1
 
     def swap_in(self, selection: list[int]) -> list[int]:
         wanted = [item for item in selection if item >= 0]
@@ -114,6 +120,7 @@ class Both:
         self.clock = torch.zeros(rows, dtype=torch.int32)
         self.totals = torch.zeros(rows, 2, dtype=torch.int64)
         self.log = torch.zeros(rows, log_steps, 2, dtype=torch.int32)
+        self.progress = torch.zeros(rows, 2, dtype=torch.int32)
 
     def numbers(self, count: int) -> np.ndarray:
         """Whole numbers that every dtype holds exactly."""
@@ -134,6 +141,7 @@ class Both:
             self.clock,
             self.totals,
             self.log,
+            self.progress,
         )
         assert found.dtype == torch.int32
         assert found.tolist() == [slow.swap_in(some) for slow, some in zip(self.slow, selection, strict=True)]
@@ -163,7 +171,7 @@ class Both:
     def compare(self) -> None:
         for row, slow in enumerate(self.slow):
             assert self.slot_item[row].tolist() == [-1 if item is None else item for item in slow.item_of]
-            assert self.item_slot[row].tolist() == [slow.slot_of.get(item, -1) for item in range(self.items)]
+            assert self.item_slot[row].tolist() == [slow.entry(item) for item in range(self.items)]
             assert self.last_used[row].tolist() == slow.used
             assert self.clock[row] == slow.steps
             assert self.totals[row].tolist() == [slow.hits, slow.misses]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from hf_hisparse import ops
+from hf_hisparse import config, ops
 from hf_hisparse.memory import pinned
 from hf_hisparse.ops import cuda, heuristics
 from hf_hisparse.ops.heuristics import Shape
+from hf_hisparse.ops.reference import MAX_SLOTS
 
 
 gpu = pytest.mark.gpu
@@ -75,7 +76,7 @@ CASES = [
     Case(2, 4095, 5001, 30000, 1, (8,), BF16),
     Case(3, 1, 1, 40, 1, (16,), BF16),
     Case(2, 1, 7, 40, 2, (16, 16), BF16),
-    # Many rows: one block each.
+    # Many rows.
     Case(200, 32, 64, 300, 1, (64,), BF16),
 ]
 
@@ -101,6 +102,7 @@ class State:
         self.clock = self._int(case.rows)
         self.totals = torch.zeros(case.rows, 2, dtype=torch.int64, device=device)
         self.log = self._int(case.rows, 7, 2)
+        self.progress = self._int(case.rows, 2)
 
     def _int(self, *shape: int, fill: int = 0) -> Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=self.device)
@@ -108,7 +110,16 @@ class State:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that the ops change on the device."""
-        return (self.buffer, self.item_slot, self.slot_item, self.last_used, self.clock, self.totals, self.log)
+        return (
+            self.buffer,
+            self.item_slot,
+            self.slot_item,
+            self.last_used,
+            self.clock,
+            self.totals,
+            self.log,
+            self.progress,
+        )
 
     def swap_in_arguments(self, selection: Tensor) -> tuple:
         return (selection.to(self.device), self.slab_table, self.case.items_per_slab, *self.tensors)
@@ -231,7 +242,7 @@ def run(case: Case, steps: int, states: list[State], swap_in: Callable[..., Tens
 
 
 def compare(reference: State, tested: State, when: str) -> None:
-    names = ("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log")
+    names = ("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log", "progress")
     for name, one, other in zip(names, reference.tensors, tested.tensors, strict=True):
         assert torch.equal(bits(one), bits(other).cpu()), f"{name} after {when}"
 
@@ -252,19 +263,58 @@ def test_equals_reference(case):
 
 
 @gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6]], ids=str)
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-@pytest.mark.parametrize("threads", [32, 128, 1024])
-def test_any_launch_shape(case, blocks, threads):
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6], CASES[11], CASES[-1]], ids=str)
+@pytest.mark.parametrize("movers", [32, 64, 128])
+@pytest.mark.parametrize("copiers", [0, 1, 8, 200])
+@pytest.mark.parametrize("threads", [128, 1024])
+def test_any_launch_shape(case, movers, copiers, threads):
     if case.k > heuristics.ITEMS_PER_THREAD * threads:
         pytest.skip("more items than such a block holds")
-    if blocks > 1 and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("no clusters")
+    if movers * (heuristics.pieces(case.item_bytes)[1] + 8) > cuda._SHARED_BYTES:
+        pytest.skip("more shared memory than a block has")
+    shape = Shape(threads, movers, copiers)
 
     def swap_in(*arguments: Tensor) -> Tensor:
-        return cuda.swap_in(*arguments, shape=Shape(blocks, threads))
+        return cuda.swap_in(*arguments, shape=shape)
 
-    run(case, 40, [State(case, "cpu"), State(case, "cuda")], swap_in, seed=blocks)
+    run(case, 40, [State(case, "cpu"), State(case, "cuda")], swap_in, seed=copiers)
+
+
+@gpu
+@pytest.mark.parametrize("copiers", [0, 8])
+def test_many_launches_at_once(copiers):
+    """Swap-ins of more blocks than the device runs, on several streams: none waits for one that cannot run."""
+    case = Case(24, 512, 1024, 8000, 1, (512, 64), BF16, 256)
+    states = [State(case, "cuda", seed) for seed in range(4)]
+    expected = [State(case, "cuda", seed) for seed in range(4)]
+    streams = [torch.cuda.Stream() for _ in states]
+    selections = [[source.next_selection().cuda() for _ in range(20)] for source in map(Steps, [case] * 4, range(4))]
+    torch.cuda.synchronize()
+    for step in range(20):
+        for state, stream, own in zip(states, streams, selections, strict=True):
+            with torch.cuda.stream(stream):
+                cuda.swap_in(*state.swap_in_arguments(own[step]), shape=Shape(1024, 64, copiers))
+    torch.cuda.synchronize()
+    for state, other, own in zip(expected, states, selections, strict=True):
+        for selection in own:
+            ops.swap_in(*state.swap_in_arguments(selection))
+        for one, two in zip(state.tensors, other.tensors, strict=True):
+            assert torch.equal(bits(one), bits(two))
+
+
+@gpu
+@pytest.mark.parametrize("copiers", [0, 8])
+def test_an_entry_as_old_as_its_step_can_tell(copiers):
+    """65536 steps after an item came, its entry looks like this step's."""
+    case = Case(2, 64, 100, 600, 1, (64,), BF16)
+    reference, tested = State(case, "cpu"), State(case, "cuda")
+    selection = Steps(case).next_selection()
+    for _ in range(2):
+        ops.swap_in(*reference.swap_in_arguments(selection))
+        cuda.swap_in(*tested.swap_in_arguments(selection), shape=Shape(256, 64, copiers))
+        compare(reference, tested, "a step")
+        for state in (reference, tested):
+            state.clock += (1 << 16) - 1
 
 
 @gpu
@@ -392,7 +442,7 @@ def test_without_a_compiler_pytorch_runs(monkeypatch):
 )
 def test_preconditions(change, message):
     state = State(Case(2, 8, 12, 60, 1, (8,), BF16), "cuda")
-    names = "selection slab_table items_per_slab buffer item_slot slot_item last_used clock totals log".split()
+    names = "selection slab_table items_per_slab buffer item_slot slot_item last_used clock totals log progress".split()
     selection = torch.zeros(2, 8, dtype=torch.int32)
     arguments = dict(zip(names, state.swap_in_arguments(selection), strict=True))
     changed = change(state)
@@ -407,18 +457,30 @@ def test_preconditions(change, message):
 # ---- what surrounds the kernels --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("multiprocessors", [20, 132, 188])
-def test_launch_shapes(clusters, multiprocessors):
+def test_launch_shapes(bulk, multiprocessors):
     for rows in (1, 3, 8, 64, 1000):
         for k in (1, 64, 1000, 2048, cuda.MAX_K):
-            for slots in (k, 2 * k, cuda.MAX_SLOTS):
-                blocks, threads = heuristics.swap_in_shape(rows, k, slots, multiprocessors, clusters)
-                assert k <= heuristics.ITEMS_PER_THREAD * threads
-                assert threads in (32, 64, 128, 256, 512, 1024)
-                assert blocks in ((1, 2, 4, 8) if clusters else (1,))
-                assert blocks == 1 or blocks * rows <= multiprocessors * (1024 // threads)
-    for slots in (1, 100, 4096, cuda.MAX_SLOTS):
+            for slots in (k, 2 * k, MAX_SLOTS):
+                for item_bytes in (1, 656, 1152, 2048, 16384):
+                    shape = heuristics.swap_in_shape(rows, k, slots, item_bytes, multiprocessors, bulk)
+                    assert k <= heuristics.ITEMS_PER_THREAD * shape.threads
+                    assert shape.threads in (32, 64, 128, 256, 512, 1024)
+                    assert shape.movers % 32 == 0 and shape.movers <= shape.threads
+                    count, piece_bytes = heuristics.pieces(item_bytes)
+                    assert piece_bytes % 16 == 0 and (count - 1) * piece_bytes < item_bytes <= count * piece_bytes
+                    assert shape.movers * (piece_bytes + 8) <= cuda._SHARED_BYTES or not bulk
+                    assert shape.copiers or rows < multiprocessors * (1024 // shape.threads)
+
+
+def test_limits_are_one():
+    assert config.MAX_ITEMS == cuda.MAX_K and config.MAX_SLOTS == MAX_SLOTS
+    assert 8 * cuda.MAX_K + MAX_SLOTS <= cuda._SHARED_BYTES
+
+
+def test_append_threads():
+    for slots in (1, 100, 4096, MAX_SLOTS):
         assert heuristics.append_threads(slots) in (32, 64, 128, 256, 512, 1024)
 
 

@@ -32,6 +32,7 @@ class DeviceBuffer:
         self.clock = self._int(rows)
         self.totals = torch.zeros(rows, 2, dtype=torch.int64, device=self.device)
         self.log = self._int(rows, LOG_STEPS, 2)
+        self.progress = self._int(rows, 2)
 
     def _int(self, *shape: int, fill: int = 0) -> Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=self.device)
@@ -39,7 +40,16 @@ class DeviceBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes on the device: slots, LRU state and the store's table."""
-        state = (self.slot_item, self.last_used, self.item_slot, self.clock, self.totals, self.log, self.store.table)
+        state = (
+            self.slot_item,
+            self.last_used,
+            self.item_slot,
+            self.clock,
+            self.totals,
+            self.log,
+            self.progress,
+            self.store.table,
+        )
         return self.buffer.nbytes + sum(tensor.nbytes for tensor in state)
 
     def reserve(self) -> None:
@@ -83,4 +93,5 @@ class DeviceBuffer:
             self.clock,
             self.totals,
             self.log,
+            self.progress,
         )

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from hf_hisparse.ops import reference
-from hf_hisparse.ops.heuristics import ITEMS_PER_THREAD, MAX_THREADS, Shape, append_threads, swap_in_shape
+from hf_hisparse.ops.heuristics import (
+    ITEMS_PER_THREAD,
+    MAX_THREADS,
+    Shape,
+    append_threads,
+    direct_blocks,
+    pieces,
+    swap_in_shape,
+)
 
 
 KERNELS = (("swap_in", ()), ("swap_in", ("WITHOUT_COPY",)), ("append", ()))
@@ -34,10 +42,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """What the kernels are tested to compile for. They need compute capability 8.0."""
 
 MAX_K = ITEMS_PER_THREAD * MAX_THREADS
-MAX_SLOTS = 32768
 MAX_PARTS = 4
-_SHARED_BYTES = 16 * MAX_K + MAX_SLOTS
-"""Dynamic shared memory of the largest swap-in; every device from compute capability 8.0 on has it."""
+_SHARED_BYTES = 96 << 10
+"""Dynamic shared memory that a swap-in may take; every device from compute capability 8.0 on has it."""
 
 
 # ---- compilation -----------------------------------------------------------------------------------------------------
@@ -167,7 +174,7 @@ class Kernel:
         code = self._core.ObjectCode.from_cubin(_cached(source, name, f"sm_{major}{minor}", macros))
         self._kernel = code.get_kernel(name)
         self._streams: dict[int, Any] = {}
-        self._shapes: dict[tuple[int, int, int, int], Any] = {}
+        self._shapes: dict[tuple[int, int, int], Any] = {}
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches use up to `nbytes` of dynamic shared memory."""
@@ -179,16 +186,17 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{nbytes} bytes of shared memory cannot be had ({status})")
 
-    def __call__(self, rows: int, shape: Shape, shared_bytes: int, *arguments: int) -> None:
-        """Launches `shape` for each of `rows` rows on PyTorch's current stream."""
+    def __call__(self, blocks: int, threads: int, shared_bytes: int, *arguments: int) -> None:
+        """Launches it on PyTorch's current stream."""
         stream = torch.cuda.current_stream(self.index)
         launch_stream = self._streams.get(stream.cuda_stream)
         if launch_stream is None:
             launch_stream = self._streams[stream.cuda_stream] = self._wrap(stream)
-        key = (rows, *shape, shared_bytes)
-        config = self._shapes.get(key)
+        shape = (blocks, threads, shared_bytes)
+        config = self._shapes.get(shape)
         if config is None:
-            config = self._shapes[key] = self._configure(*key)
+            config = self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
+            self._shapes[shape] = config
         self._core.launch(launch_stream, config, self._kernel, *arguments)
 
     def _wrap(self, stream: torch.cuda.Stream) -> Any:
@@ -199,11 +207,6 @@ class Kernel:
         device = self._core.Device(self.index)
         device.set_current()
         return device.create_stream(Borrowed())
-
-    def _configure(self, rows: int, blocks: int, threads: int, shared_bytes: int) -> Any:
-        if blocks == 1:
-            return self._core.LaunchConfig(grid=rows, block=threads, shmem_size=shared_bytes)
-        return self._core.LaunchConfig(grid=rows, cluster=blocks, block=threads, shmem_size=shared_bytes)
 
 
 @functools.cache
@@ -245,7 +248,7 @@ def _falls_back(device: torch.device) -> bool:
 
 @functools.cache
 def _device(index: int) -> tuple[int, bool]:
-    """Multiprocessors of a device, and whether it has thread-block clusters."""
+    """Multiprocessors of a device, and whether it copies in bulk."""
     properties = torch.cuda.get_device_properties(index)
     return properties.multi_processor_count, properties.major >= 9
 
@@ -275,8 +278,7 @@ def _check_row_state(
     _check(op, "slot_item", slot_item, torch.int32, (rows, slots), device)
     _check(op, "last_used", last_used, torch.int32, (rows, slots), device)
     _check(op, "clock", clock, torch.int32, (rows,), device)
-    if slots > MAX_SLOTS:
-        raise ValueError(f"{op}: `buffer` holds {slots} items a row; {MAX_SLOTS} is the most")
+    reference.check_slots(op, buffer)
 
 
 def swap_in(
@@ -290,6 +292,7 @@ def swap_in(
     clock: Tensor,
     totals: Tensor,
     log: Tensor,
+    progress: Tensor,
     *,
     shape: Shape | None = None,
     macros: tuple[str, ...] = (),
@@ -305,7 +308,17 @@ def swap_in(
     if _falls_back(buffer.device):
         with reference.swap_in.set_kernel_enabled("cuda", enabled=False):
             return reference.swap_in(
-                selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log
+                selection,
+                slab_table,
+                items_per_slab,
+                buffer,
+                item_slot,
+                slot_item,
+                last_used,
+                clock,
+                totals,
+                log,
+                progress,
             )
     rows, slots, elements = buffer.shape
     k = selection.shape[-1]
@@ -314,6 +327,7 @@ def swap_in(
     _check_row_state("swap_in", slab_table, buffer, item_slot, slot_item, last_used, clock)
     _check("swap_in", "totals", totals, torch.int64, (rows, 2), buffer.device)
     _check("swap_in", "log", log, torch.int32, (rows, log.shape[1], 2), buffer.device)
+    _check("swap_in", "progress", progress, torch.int32, (rows, 2), buffer.device)
     most = min(MAX_K, slots)
     if k > most:
         raise ValueError(f"swap_in: `selection` of shape {[rows, k]} may select at most {most} items a row")
@@ -323,13 +337,18 @@ def swap_in(
     if found.numel() == 0:
         return found
     index = buffer.device.index
+    multiprocessors, bulk = _device(index)
     if shape is None:
-        shape = swap_in_shape(rows, k, slots, *_device(index))
+        shape = swap_in_shape(rows, k, slots, item_bytes, multiprocessors, bulk and item_bytes % 16 == 0)
+    count, piece_bytes = pieces(item_bytes)
+    per_row = 0 if shape.copiers else direct_blocks(k, item_bytes, shape.movers)
+    listed = None if per_row else torch.empty(rows, k, 2, dtype=torch.int32, device=buffer.device)
+    places = shape.movers * (piece_bytes + 8) if bulk else 0
     _launch(
         _kernel("swap_in", index, macros),
-        rows,
-        shape,
-        16 * k + (slots + 3) // 4 * 4,
+        rows + (rows * per_row or shape.copiers),
+        shape.threads,
+        max(8 * k + (slots + 3) // 4 * 4, places),
         selection.data_ptr(),
         found.data_ptr(),
         k,
@@ -347,6 +366,13 @@ def swap_in(
         totals.data_ptr(),
         log.data_ptr(),
         log.shape[1],
+        progress.data_ptr(),
+        0 if listed is None else listed.data_ptr(),
+        rows,
+        count,
+        piece_bytes,
+        shape.movers,
+        per_row,
     )
     return found
 
@@ -405,7 +431,7 @@ def append(
     _launch(
         _kernel("append", index),
         rows,
-        Shape(1, append_threads(slots)),
+        append_threads(slots),
         0,
         token.data_ptr(),
         position.data_ptr(),
@@ -427,7 +453,7 @@ def append(
     return None
 
 
-def _launch(kernel: Kernel, *arguments: Any) -> None:
+def _launch(kernel: Kernel, *arguments: int) -> None:
     if kernel.index == torch.cuda.current_device():
         kernel(*arguments)
     else:

@@ -6,41 +6,63 @@ from typing import NamedTuple
 
 
 MAX_THREADS = 1024
-MAX_CLUSTER = 8
-"""Blocks a cluster that every device with clusters can run."""
 ITEMS_PER_THREAD = 4
-"""Selected items that a thread of the swap-in kernel holds, as `kPerThread` in its source."""
+"""Selected items that a planning thread of the swap-in kernel holds, as `kPerThread` in its source."""
+PIECE_BYTES = 1280
+"""What one thread has under way at most: 64 of them, and what else a block needs, fit any device's shared memory."""
+DIRECT_MOVERS = 64
+"""Copying threads a block where each has one selected item or piece: few enough to spread over the whole device."""
+COPIERS = 8
+"""Blocks that work through lists of misses: more of them reach more translation caches and miss in each."""
+MOVERS = 32
+"""Copying threads of such a block where each has a piece under way: 256 in all, which just fills the link."""
+WARPS = 16
+"""Copying warps of such a block where a whole warp copies an item: as many bytes under way."""
 
 
 class Shape(NamedTuple):
-    """`blocks` blocks of `threads` threads take a row. Both are powers of two."""
-
-    blocks: int
-    threads: int
-
-
-def swap_in_shape(rows: int, k: int, slots: int, multiprocessors: int, clusters: bool) -> Shape:
-    """The launch shape of the swap-in kernel.
-
-    A thread takes two selected items and four slots, as far as a block reaches; more threads would wait for each other
-    longer than they save. One block cannot fill the link to the host, four can, and eight have a row's first misses
-    under way sooner; every block of a row repeats the row's plan, so they must all run at once. Half the device is
-    left free, since a cluster has to fit into one of its partitions.
+    """How the swap-in kernel is launched; see its source.
 
     Args:
-        rows, k, slots: Sizes of the op's arguments.
+        threads: Of every block, a power of two.
+        movers: Threads of a copying block that copy, a multiple of 32.
+        copiers: Copying blocks; 0 for the direct way, in which each piece of a selected item has its own thread.
+    """
+
+    threads: int
+    movers: int
+    copiers: int
+
+
+def pieces(item_bytes: int) -> tuple[int, int]:
+    """Pieces that an item is copied in, and bytes a piece, a multiple of 16."""
+    count = -(-item_bytes // PIECE_BYTES)
+    return count, -(-item_bytes // (16 * count)) * 16
+
+
+def direct_blocks(k: int, item_bytes: int, movers: int) -> int:
+    """Copying blocks a row in the direct way."""
+    return -(-k * pieces(item_bytes)[0] // movers)
+
+
+def swap_in_shape(rows: int, k: int, slots: int, item_bytes: int, multiprocessors: int, bulk: bool) -> Shape:
+    """The launch shape of the swap-in kernel.
+
+    A planning thread takes two selected items and four slots, as far as a block reaches; more threads would wait for
+    each other longer than they save. The direct way has the first bytes under way sooner, and is taken where all of its
+    blocks run at once.
+
+    Args:
+        rows, k, slots, item_bytes: Sizes of the op's arguments.
         multiprocessors: Of the device.
-        clusters: Whether the device has thread-block clusters. Without them a row takes one block.
+        bulk: Whether the device and the items' alignment allow bulk copies.
     """
     threads = 256
     while threads < MAX_THREADS and (k > 2 * threads or slots > 4 * threads):
         threads *= 2
-    blocks = 1
-    if clusters:
-        room = multiprocessors * (MAX_THREADS // threads) // 2
-        while blocks < MAX_CLUSTER and 2 * blocks * rows <= room:
-            blocks *= 2
-    return Shape(blocks, threads)
+    if rows * (1 + direct_blocks(k, item_bytes, DIRECT_MOVERS)) <= multiprocessors * (MAX_THREADS // threads):
+        return Shape(threads, DIRECT_MOVERS, 0)
+    return Shape(threads, MOVERS if bulk else min(threads, 32 * WARPS), COPIERS)
 
 
 def append_threads(slots: int) -> int:

@@ -2,7 +2,8 @@
 
 An LRU row is described by four tensors that the ops read and write:
 
-- `item_slot [rows, items]` int32: the slot that holds an item, or -1;
+- `item_slot [rows, items]` int32: an entry for an item that a slot holds, -1 for any other. The low 15 bits are the
+  slot; above are the low 16 bits of the step that brought the item (what that is for, the CUDA kernel says);
 - `slot_item [rows, slots]` int32: the item that a slot holds, or -1;
 - `last_used [rows, slots]` int32: the step at which a slot was last used, 0 for a slot that never was;
 - `clock [rows]` int32: the number of steps taken. `swap_in` takes a step; `append` stamps the step to come. A row that
@@ -18,6 +19,27 @@ import ctypes
 
 import torch
 from torch import Tensor
+
+
+SLOT_BITS = 15
+MAX_SLOTS = 1 << SLOT_BITS
+"""Slots a row: what an entry of `item_slot` has room for."""
+
+
+def check_slots(op: str, buffer: Tensor) -> None:
+    """Raises `ValueError` if a row of `buffer` has more slots than an entry can name."""
+    if buffer.shape[1] > MAX_SLOTS:
+        raise ValueError(f"{op}: `buffer` holds {buffer.shape[1]} items a row; {MAX_SLOTS} is the most")
+
+
+def entry(slot: Tensor, step: Tensor) -> Tensor:
+    """What `item_slot` says of an item that a step brought to a slot; both int32."""
+    return slot | (step & 0xFFFF) << SLOT_BITS
+
+
+def slot_of(entry: Tensor) -> Tensor:
+    """The slot that an entry of `item_slot` names, or -1."""
+    return torch.where(entry < 0, entry, entry & MAX_SLOTS - 1)
 
 
 def host_elements(first: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -44,7 +66,8 @@ def _item_addresses(slab_table: Tensor, rows: Tensor, items: Tensor, items_per_s
 
 
 @torch.library.custom_op(
-    "hf_hisparse::swap_in", mutates_args=("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log")
+    "hf_hisparse::swap_in",
+    mutates_args=("buffer", "item_slot", "slot_item", "last_used", "clock", "totals", "log", "progress"),
 )
 def swap_in(
     selection: Tensor,
@@ -57,6 +80,7 @@ def swap_in(
     clock: Tensor,
     totals: Tensor,
     log: Tensor,
+    progress: Tensor,
 ) -> Tensor:
     """Makes every selected item resident and says where: one LRU step.
 
@@ -72,10 +96,12 @@ def swap_in(
         item_slot, slot_item, last_used, clock: The LRU state (see this module).
         totals: `[rows, 2]` int64, hits and misses so far.
         log: `[rows, steps, 2]` int32, hits and misses of the last `steps` steps, at `step % steps`.
+        progress: `[rows, 2]` int32, zero before and after: where the blocks of a kernel meet.
 
     Returns:
         `[rows, k]` int32: the slot of each selected item, -1 where the selection is -1.
     """
+    check_slots("swap_in", buffer)
     rows, _ = selection.shape
     slots = buffer.shape[1]
     row = torch.arange(rows, device=selection.device).unsqueeze(1)
@@ -84,7 +110,7 @@ def swap_in(
     clock += active
     now = clock.unsqueeze(1)
 
-    found = item_slot.gather(1, selection.clamp(min=0).long())
+    found = slot_of(item_slot.gather(1, selection.clamp(min=0).long()))
     found = torch.where(wanted, found, -1)
     hit = found >= 0
     miss = wanted & ~hit
@@ -109,7 +135,7 @@ def swap_in(
         evicted = slot_item[r, slot]
         gone = evicted >= 0
         item_slot[r[gone], evicted[gone].long()] = -1
-        item_slot[r, item] = slot.to(torch.int32)
+        item_slot[r, item] = entry(slot.to(torch.int32), clock[r])
         slot_item[r, slot] = item.to(torch.int32)
         last_used[r, slot] = clock[r]
         item_bytes = buffer.shape[2] * buffer.element_size()
@@ -124,7 +150,7 @@ def swap_in(
 
 
 @swap_in.register_fake
-def _(selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log):
+def _(selection, slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock, totals, log, progress):
     return torch.empty_like(selection)
 
 
@@ -155,6 +181,7 @@ def append(
         widths: Elements a token in each part (see `ItemLayout`).
         slab_table, items_per_slab, buffer, item_slot, slot_item, last_used, clock: As for `swap_in`.
     """
+    check_slots("append", buffer)
     active = (position >= 0).nonzero().squeeze(1)
     if not len(active):
         return
@@ -172,7 +199,7 @@ def append(
     windows, index = _host_rows(addresses, buffer.shape[2], buffer.dtype)
     windows[index.unsqueeze(1), column.cpu()] = token.cpu()
 
-    slot = item_slot[row, item]
+    slot = slot_of(item_slot[row, item])
     opens = (within == 0) & (slot < 0)
     slots = buffer.shape[1]
     age = last_used[row].long() * slots + torch.arange(slots, device=token.device)
@@ -183,7 +210,7 @@ def append(
     evicted = slot_item[r, s]
     gone = evicted >= 0
     item_slot[r[gone], evicted[gone].long()] = -1
-    item_slot[r, i] = s.to(torch.int32)
+    item_slot[r, i] = entry(s.to(torch.int32), clock[r])
     slot_item[r, s] = i.to(torch.int32)
 
     r, s = row[resident], slot[resident].long()
