@@ -4,7 +4,7 @@
 // Both: buffer [rows, slots, item_bytes]; item_slot [rows, items], slot_item and last_used [rows, slots], clock [rows],
 //       log [rows, steps, 2], all int32; totals [rows, 2] int64.
 // Out:  found [rows, k] int32, the slot of each selected item, -1 where the selection is -1.
-// Work: progress [rows, 2] int32, zero before and after; listed [rows, k, 2] int32, any.
+// Work: progress [rows, 2] int32, zero before and after; listed [rows, k] int32, any.
 //
 // An entry of item_slot is the slot in its low 15 bits and, above it, the low 16 bits of the step that brought the item.
 //
@@ -20,15 +20,15 @@
 //   thread that comes so late that it finds the place there knows a miss by the step in the entry. (An entry 65536 steps
 //   old looks the same; the item is then copied over itself.) The clock, which that needs, is moved by whichever block of
 //   the row is last to have looked.
-//   Listed (per_row = 0): planners publish what they missed and where it goes, and a few blocks work through the lists of
-//   all rows, whatever the misses of each. With histories of many GiB, translation of host addresses bounds the copies once
+//   Listed (per_row = 0): planners publish what they missed, and a few blocks work through the lists of all rows, whatever
+//   the misses of each. With histories of many GiB, translation of host addresses bounds the copies once
 //   more than a few hundred items are under way, so that more of them at once are slower.
 // Planners wait for nobody and are first in the grid, and copiers wait for planners alone: all blocks end, however few run
 // at once.
 //
 // Cost, as predicted (H200, us). Direct, one row, 307 misses of 1152 B: launch 2.8, selection 0.6, look-up 0.8, first byte 2,
 // the rest of 354 KB over PCIe 5 7.5, out of shared memory 0.5; the plan (2.5) and its writes (0.7) lie behind the bytes.
-// Listed: 1.7 more to publish and read the lists, then 48 GB/s.
+// Listed: 2 more to publish and read the lists, then 48 GB/s.
 //
 // With WITHOUT_COPY defined the bytes are not copied and all else is done: what the mechanism costs, for measurement.
 
@@ -68,7 +68,7 @@ struct Row {
     const long long* slab_table;
     char* buffer;
     int *item_slot, *clock, *progress;
-    int2* listed;
+    int* listed;
 };
 
 // For one thread of each block of a row, `blocks` in all, once the block has read the clock and looked items up. The last of
@@ -248,6 +248,7 @@ __device__ __forceinline__ void plan(
         if (item[i] >= 0 && slot[i] < 0) {
             const int mine = rank + __popc(missed[i] & lanes_before);
             miss_item[mine] = item[i];
+            if (per_row == 0) row.listed[mine] = item[i];
             slot[i] = -2 - mine;  // Stands for the victim of that number until it is known.
         }
         rank += __popc(missed[i]);
@@ -263,6 +264,8 @@ __device__ __forceinline__ void plan(
     };
     count_ages();
     __syncthreads();
+    // Bytes can be under way before it is known where they go.
+    if (per_row == 0 && thread == threads - 1) post_release(row.progress + 1, misses + 1);
 
     // ---- the victims: all slots older than a threshold, and `need` of those at it ----
     int need = misses;
@@ -307,16 +310,7 @@ __device__ __forceinline__ void plan(
     });
     __syncthreads();
 
-    // ---- say where the misses go, and write the state ----
-    if (per_row == 0) {
-#pragma unroll 1
-        for (int i = thread; i < misses; i += threads) __stcg(row.listed + i, make_int2(miss_item[i], victim[i]));
-        __syncthreads();
-        if (thread == 0) {
-            __threadfence();
-            post_release(row.progress + 1, misses + 1);
-        }
-    }
+    // ---- write the state, and first of all where the misses go ----
 #pragma unroll 1
     for (int i = thread; i < misses; i += threads) {
         const int taken = victim[i];
@@ -400,16 +394,24 @@ __device__ __forceinline__ void copy_direct(const Row& row, const Pieces& pieces
 template <typename RowAt>
 __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, int rows, int warp, int warps, Mover mover) {
     const int lane = threadIdx.x & 31;
-    bool pending = false;
+    const auto place = [](const int* entry) {
+        int value;
+        do value = peek(entry);
+        while (value < 0);
+        return value & kSlotMask;
+    };
+    // What the thread has under way: its item's entry, which says the slot, and where the piece goes in slot 0.
+    const int* pending = nullptr;
     unsigned long long pending_to = 0;
     unsigned pending_bytes = 0;
     const auto complete = [&]() {
-        if (pending) {
-            mover.store(pending_to, pending_bytes);
+        if (pending != nullptr) {
+            mover.store(pending_to + place(pending) * static_cast<unsigned long long>(pieces.item_bytes), pending_bytes);
             mover.free();
         }
-        pending = false;
+        pending = nullptr;
     };
+    int turn = warp;  // Warps take turns of 32 pieces, over all rows, so that each has as many as any other.
     for (int first = 0; first < rows; first += 32) {
         // A lane a row: how much its planner missed. The last warp to have read that makes it zero again.
         int count = 0;
@@ -432,8 +434,8 @@ __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, 
         }
         const int total = __shfl_sync(kAll, before, 31);
         before -= count;
-        for (int chunk = warp * 32; chunk < total; chunk += warps * 32) {
-            const int at = min(chunk + lane, total - 1);
+        for (; turn * 32 < total; turn += warps) {
+            const int at = min(turn * 32 + lane, total - 1);
             int owner = 0;  // The last row that begins at or before `at`.
 #pragma unroll
             for (int step = 16; step > 0; step /= 2) {
@@ -442,22 +444,25 @@ __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, 
             const int within = at - __shfl_sync(kAll, before, owner);
             const Row row = row_at(first + owner);
             const int miss = within / pieces.count, piece = within - miss * pieces.count;
-            const int2 entry = __ldcg(row.listed + miss);
-            const unsigned long long from = pieces.source(row, entry.x, piece), to = pieces.target(row, entry.y, piece);
+            const int item = __ldcg(row.listed + miss);
+            const unsigned long long from = pieces.source(row, item, piece), to = pieces.target(row, 0, piece);
             const unsigned bytes = pieces.size(piece);
-            const bool mine = chunk + lane < total;
+            const bool mine = turn * 32 + lane < total;
 #ifndef WITHOUT_COPY
             if (__all_sync(kAll, pieces.bulk(row, from))) {
                 complete();
-                if (mine) mover.load(from, bytes);
-                pending = mine;
-                pending_to = to;
-                pending_bytes = bytes;
+                if (mine) {
+                    mover.load(from, bytes);
+                    pending = row.item_slot + item;
+                    pending_to = to;
+                    pending_bytes = bytes;
+                }
             } else {
-                copy_by_warp(mine, to, from, bytes);
+                copy_by_warp(mine, to + place(row.item_slot + item) * static_cast<unsigned long long>(pieces.item_bytes), from, bytes);
             }
 #endif
         }
+        turn -= (total + 31) / 32;
     }
     complete();
     mover.finish();
@@ -478,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     const auto row_at = [&](long long row) {
         return Row{
             selection + row * k, slab_table + row * slabs, buffer + row * slots * item_bytes, item_slot + row * items,
-            clock + row, progress + row * 2, reinterpret_cast<int2*>(listed) + row * k,
+            clock + row, progress + row * 2, listed + row * k,
         };
     };
     extern __shared__ __align__(128) char shared[];

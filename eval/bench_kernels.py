@@ -7,6 +7,7 @@ replayed, which stays in the address-translation caches, and the layers of a mod
 - `gather`: a kernel that only reads as many missed items from the same histories, through registers or in bulk copies,
   in the best of several launch shapes;
 - `no copy`: the swap-in without its copy, what the mechanism costs;
+- `look up`: a kernel that only looks the selection up and writes what it finds, which no swap-in can do without;
 - `empty`: an empty kernel, what a launch between two events costs. All times include it;
 - `back to back`: a step of a graph that swaps in every step, one after the other;
 - the link: one large copy each way.
@@ -53,6 +54,16 @@ extern "C" __global__ void wait(long long nanoseconds) {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
     do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     while (now - start < nanoseconds);
+}
+
+// Looks a selection up and writes what it finds, a block a row.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+look_up(const int* selection, const int* item_slot, int* found, long long k, long long items) {
+    const long long row = blockIdx.x;
+    for (long long i = row * k + threadIdx.x; i < (row + 1) * k; i += blockDim.x) {
+        const int item = selection[i];
+        found[i] = item < 0 ? -1 : item_slot[row * items + item];
+    }
 }
 
 // Copies items of 16-byte words from and to lists of addresses: all words laid end to end, each block an equal share,
@@ -135,9 +146,10 @@ class Bench:
         reason = cuda.unavailable(DEVICE.index)
         if reason is not None:
             raise SystemExit(f"the CUDA kernels cannot be used: {reason}")
-        self.empty, self.spin, self.gather, self.bulk_gather = (
-            cuda.Kernel(SOURCE, name, DEVICE.index) for name in ("empty", "wait", "gather", "bulk_gather")
+        self.empty, self.spin, self.look_up, self.gather, self.bulk_gather = (
+            cuda.Kernel(SOURCE, name, DEVICE.index) for name in ("empty", "wait", "look_up", "gather", "bulk_gather")
         )
+        self.bulk_gather.allow_shared(96 << 10)
         self.bulk = torch.cuda.get_device_capability(DEVICE)[0] >= 9
         # The histories of every setting lie in the same memory, one after the other.
         self.store = HostStore(histories, LATENT.layout.elements, torch.bfloat16, DEVICE)
@@ -311,6 +323,24 @@ class Layers:
         """A round of swap-ins."""
         return [partial(self.swap_in, step % self.layers, step, op) for step in range(STEPS)]
 
+    def look_ups(self, bench: Bench) -> list[Callable[[], object]]:
+        """A round of look-ups."""
+        found = torch.empty_like(self.selections[0])
+        sizes = (self.setting.k, self.setting.items)
+        return [
+            partial(
+                bench.look_up,
+                self.rows,
+                1024,
+                0,
+                self.selections[step].data_ptr(),
+                self.item_slot[step % self.layers].data_ptr(),
+                found.data_ptr(),
+                *sizes,
+            )
+            for step in range(STEPS)
+        ]
+
     def gathers(self, bench: Bench) -> Iterator[tuple[str, list[Callable[[], object]]]]:
         """Rounds of gathers of what the swap-ins miss, by the launch shape."""
         size = self.setting.item_bytes
@@ -361,6 +391,7 @@ def bench_swap_in(
                     "us": swap_in,
                     "no_copy_us": no_copy,
                     "back_to_back_us": back_to_back,
+                    "look_up_us": bench.time(layers.look_ups(bench), layers.select),
                     "empty_us": empty,
                     "to_empty": swap_in / empty,
                 }
@@ -450,7 +481,7 @@ def bench_layers(bench: Bench) -> Iterator[dict[str, Any]]:
 def show(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Prints the rows as a table while they come."""
     columns = (
-        "op setting batch rows layers missed shape chosen us gather_us to_gather to_empty no_copy_us back_to_back_us "
+        "op setting batch rows layers missed shape chosen us gather_us to_gather to_empty look_up_us no_copy_us back_to_back_us "
         "gb_per_s"
     ).split()
     head: list[str] = []

@@ -342,7 +342,7 @@ def swap_in(
         shape = swap_in_shape(rows, k, slots, item_bytes, multiprocessors, bulk and item_bytes % 16 == 0)
     count, piece_bytes = pieces(item_bytes)
     per_row = 0 if shape.copiers else direct_blocks(k, item_bytes, shape.movers)
-    listed = None if per_row else torch.empty(rows, k, 2, dtype=torch.int32, device=buffer.device)
+    listed = None if per_row else torch.empty_like(selection)
     places = shape.movers * (piece_bytes + 8) if bulk else 0
     _launch(
         _kernel("swap_in", index, macros),

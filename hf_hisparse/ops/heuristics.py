@@ -35,9 +35,9 @@ class Shape(NamedTuple):
 
 
 def pieces(item_bytes: int) -> tuple[int, int]:
-    """Pieces that an item is copied in, and bytes a piece, a multiple of 16."""
+    """Pieces that an item is copied in, and bytes a piece: whole 128-byte lines, without which bulk copies are slow."""
     count = -(-item_bytes // PIECE_BYTES)
-    return count, -(-item_bytes // (16 * count)) * 16
+    return count, -(-item_bytes // (128 * count)) * 128
 
 
 def direct_blocks(k: int, item_bytes: int, movers: int) -> int:
