@@ -254,6 +254,7 @@ class Layers:
         self.misses = 0
         # The inputs of a round of steps.
         self.selections = like((STEPS, rows, k), -1)
+        self.found = like((rows, k), -1)
         self.sources, self.targets = (torch.zeros(STEPS, rows * k, dtype=torch.int64, device=DEVICE) for _ in range(2))
         for misses, steps in ((k, 2), (k // 7, WARM_STEPS)):
             self.misses = misses
@@ -325,7 +326,6 @@ class Layers:
 
     def look_ups(self, bench: Bench) -> list[Callable[[], object]]:
         """A round of look-ups."""
-        found = torch.empty_like(self.selections[0])
         sizes = (self.setting.k, self.setting.items)
         return [
             partial(
@@ -335,7 +335,7 @@ class Layers:
                 0,
                 self.selections[step].data_ptr(),
                 self.item_slot[step % self.layers].data_ptr(),
-                found.data_ptr(),
+                self.found.data_ptr(),
                 *sizes,
             )
             for step in range(STEPS)
@@ -481,8 +481,8 @@ def bench_layers(bench: Bench) -> Iterator[dict[str, Any]]:
 def show(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Prints the rows as a table while they come."""
     columns = (
-        "op setting batch rows layers missed shape chosen us gather_us to_gather to_empty look_up_us no_copy_us back_to_back_us "
-        "gb_per_s"
+        "op setting batch rows layers missed shape chosen us gather_us to_gather to_empty look_up_us no_copy_us "
+        "back_to_back_us gb_per_s"
     ).split()
     head: list[str] = []
     for row in rows:
