@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 
+DEVICE = torch.device("cpu")
+"""Where the tests' models, inputs and caches are. `pytest --device` sets it before the first test is imported."""
+
 VOCABULARY = 128
 
 BASE: dict[str, Any] = {
@@ -172,7 +175,10 @@ def make_config(name: str, **overrides: Any) -> PretrainedConfig:
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> nn.Module:
-    """A model with random weights, the matrices three times as large as usual: then greedy tokens have no near-ties."""
+    """A model with random weights, the matrices three times as large as usual: then greedy tokens have no near-ties.
+
+    It is made on the CPU, so that the weights are the same on every device.
+    """
     config = make_config(name, **overrides)
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if "text_config" in CONFIGS[name] else AutoModelForCausalLM
@@ -181,13 +187,13 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) 
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(3)
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0) -> Tensor:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator).to(DEVICE)
 
 
 def dense_cache(model: nn.Module) -> DynamicCache:
@@ -251,7 +257,7 @@ def logits_of(output: Any) -> Tensor:
 
 def left_padding(batch: int, tokens: int) -> Tensor:
     """A mask that pads all but the first sequence on the left, each by another length."""
-    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    mask = torch.ones(batch, tokens, dtype=torch.int64, device=DEVICE)
     for row in range(1, batch):
         mask[row, : 7 * row + 2] = 0
     return mask

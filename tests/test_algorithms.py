@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,18 +15,21 @@ from torch import Tensor
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
 from hf_hisparse.algorithms.base import softmax_mass
 from hf_hisparse.algorithms.rabitq import rotation
+from tests.helpers import DEVICE
 
 
 WIDTH = 16
 SCALE = WIDTH**-0.5
 
+tensor, full = partial(torch.tensor, device=DEVICE), partial(torch.full, device=DEVICE)
+
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def zeros(rows: int) -> Tensor:
-    return torch.zeros(rows, dtype=torch.int64)
+    return torch.zeros(rows, dtype=torch.int64, device=DEVICE)
 
 
 def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, built: int | None = None) -> KeyScoring:
@@ -34,20 +38,20 @@ def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, bu
     built = tokens if built is None else built
     algorithm.construct_representations(keys[:, :built], 0, zeros(rows) if starts is None else starts)
     for t in range(built, tokens):
-        algorithm.update_representations(keys[:, t], torch.full((rows,), t), t + 1)
+        algorithm.update_representations(keys[:, t], full((rows,), t), t + 1)
     return algorithm
 
 
 def valid_tokens(tokens: int, starts: Tensor, lengths: Tensor) -> Tensor:
-    position = torch.arange(tokens)
+    position = torch.arange(tokens, device=DEVICE)
     return (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
 
 
 def decoded(algorithm: RaBitQ, tokens: int) -> Tensor:
     """The keys as their bits and scales say, `[rows, tokens, width]` float64, centred and rotated."""
-    bits = algorithm.representations["bits"][:, :tokens].numpy()
+    bits = algorithm.representations["bits"][:, :tokens].cpu().numpy()
     signs = np.unpackbits(bits, axis=-1, bitorder="little").astype(np.float64) * 2 - 1
-    return torch.from_numpy(signs) * algorithm.representations["scale"][:, :tokens].double().unsqueeze(-1)
+    return torch.from_numpy(signs).to(DEVICE) * algorithm.representations["scale"][:, :tokens].double().unsqueeze(-1)
 
 
 def mass(logits: np.ndarray) -> np.ndarray:
@@ -102,17 +106,17 @@ def test_pages_of_one_token_score_their_product():
 def test_quest_scores_are_the_softmax_of_the_bound():
     keys, query = draw(2, 50, WIDTH) * 3, draw(2, 4, WIDTH, seed=1) * 3
     algorithm = filled(Quest(page_size=8), keys)
-    starts, lengths = torch.tensor([0, 20]), torch.tensor([50, 50])
+    starts, lengths = tensor([0, 20]), tensor([50, 50])
     filled(algorithm, keys, starts)
     score = algorithm.score(query, 7, SCALE, valid_tokens(56, starts, lengths))
     for row in range(2):
         first = int(starts[row]) // 8
         logits = np.full((1, 4, 7), -np.inf)
         for page in range(first, 7):
-            held = keys[row, max(page * 8, int(starts[row])) : page * 8 + 8].double().numpy()
-            q = query[row].double().numpy()[:, None]
+            held = keys[row, max(page * 8, int(starts[row])) : page * 8 + 8].double().cpu().numpy()
+            q = query[row].double().cpu().numpy()[:, None]
             logits[0, :, page] = np.maximum(q * held.min(0), q * held.max(0)).sum(-1)[:, 0] * SCALE
-        np.testing.assert_allclose(score[row].numpy(), mass(logits)[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(score[row].cpu().numpy(), mass(logits)[0], rtol=1e-4, atol=1e-6)
 
 
 # ---- RaBitQ ----------------------------------------------------------------------------------------------------------
@@ -120,9 +124,9 @@ def test_quest_scores_are_the_softmax_of_the_bound():
 
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_the_rotation_is_one(width):
-    matrix = rotation(width, torch.device("cpu"))
-    torch.testing.assert_close(matrix @ matrix.t(), torch.eye(width))
-    assert torch.equal(matrix, rotation(width, torch.device("cpu")))
+    matrix = rotation(width, DEVICE)
+    torch.testing.assert_close(matrix @ matrix.t(), torch.eye(width, device=DEVICE))
+    assert torch.equal(matrix, rotation(width, DEVICE))
     # No channel of the input stands out in any channel of the output.
     assert matrix.abs().max() < 6 / math.sqrt(width)
 
@@ -136,7 +140,7 @@ def centre_of(algorithm: RaBitQ, tokens: int) -> Tensor:
 def test_a_block_is_centred_by_the_mean_of_the_block_before_and_the_first_by_its_own(monkeypatch, tokens):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys = draw(2, tokens, WIDTH) + 3
-    starts = torch.tensor([0, 5])
+    starts = tensor([0, 5])
     centre = centre_of(filled(RaBitQ(), keys, starts), tokens)
     for row, start in enumerate(starts.tolist()):
         for block in range(-(-tokens // 8)):
@@ -152,7 +156,7 @@ def test_blocks_that_fill_in_decoding_equal_blocks_that_were_constructed(monkeyp
     whole = filled(RaBitQ(), keys)
     grown = filled(RaBitQ(), keys[:, :filled_first])
     for token in range(filled_first, 50):
-        grown.update_representations(keys[:, token], torch.full((2,), token), token + 1)
+        grown.update_representations(keys[:, token], full((2,), token), token + 1)
     rebuilt = filled(RaBitQ(), keys[:, :filled_first])
     start = (filled_first - 1) // 8 * 8
     rebuilt.construct_representations(keys[:, start:], start, zeros(2))
@@ -167,7 +171,7 @@ def test_codes_are_the_signs_and_the_scale_of_centred_rotated_keys():
     keys = draw(2, 200, 64) + 5 * draw(2, 1, 64, seed=1)
     algorithm = filled(RaBitQ(), keys)
     centre = centre_of(algorithm, 200)
-    x = (keys.double() - centre) @ rotation(64, torch.device("cpu")).double()
+    x = (keys.double() - centre) @ rotation(64, DEVICE).double()
     code = decoded(algorithm, 200)
     # Float32 may round a coordinate that is next to nothing to the other side.
     assert ((code > 0) == (x > 0))[x.abs() > 1e-4].all()
@@ -183,7 +187,7 @@ def errors(width: int, alike: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     keys = draw(4, 1500, width) * (1 + draw(1, 1, width, seed=1).abs() * 3)
     algorithm = filled(RaBitQ(), keys)
-    matrix = rotation(width, torch.device("cpu")).double()
+    matrix = rotation(width, DEVICE).double()
     c = keys.double() - centre_of(algorithm, 1500)
     noise = draw(4, 1500, width, seed=2).double()
     query = alike * c + (1 - alike) * noise * c.square().mean(-1, keepdim=True).sqrt()
@@ -220,31 +224,31 @@ def test_estimates_correlate_with_the_exact_products():
     keys, query = draw(1, 1500, 128), draw(1, 1, 128, seed=3)
     algorithm = filled(RaBitQ(), keys)
     exact = (keys.double() @ query[0, 0].double())[0]
-    estimate = (decoded(algorithm, 1500) @ (query[0, 0] @ rotation(128, torch.device("cpu"))).double())[0]
-    correlation = np.corrcoef(exact, estimate)[0, 1]
+    estimate = (decoded(algorithm, 1500) @ (query[0, 0] @ rotation(128, DEVICE)).double())[0]
+    correlation = np.corrcoef(exact.cpu(), estimate.cpu())[0, 1]
     # sqrt(2 / pi), what the signs of a Gaussian vector keep of it.
     assert correlation == pytest.approx(math.sqrt(2 / math.pi), abs=0.03)
 
 
 def test_rabitq_scores_are_the_softmax_of_the_estimate():
     keys, query = draw(2, 50, 64) * 2, draw(2, 4, 64, seed=1) * 2
-    starts, lengths = torch.tensor([0, 13]), torch.tensor([50, 50])
+    starts, lengths = tensor([0, 13]), tensor([50, 50])
     algorithm = filled(RaBitQ(page_size=4), keys, starts)
     valid = valid_tokens(52, starts, lengths)
     score = algorithm.score(query, 13, 0.125, valid)
-    rotated = query.double() @ rotation(64, torch.device("cpu")).double() * 0.125
-    logits = (rotated @ decoded(algorithm, 50).transpose(1, 2)).numpy()
+    rotated = query.double() @ rotation(64, DEVICE).double() * 0.125
+    logits = (rotated @ decoded(algorithm, 50).transpose(1, 2)).cpu().numpy()
     logits = np.pad(logits, ((0, 0), (0, 0), (0, 2)), constant_values=-np.inf)
-    logits = np.where(valid.unsqueeze(1).numpy(), logits, -np.inf)
+    logits = np.where(valid.unsqueeze(1).cpu().numpy(), logits, -np.inf)
     expected = mass(logits).reshape(2, 13, 4).sum(-1)
-    np.testing.assert_allclose(score.numpy(), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(score.cpu().numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys, query = draw(2, 50, WIDTH), draw(2, 4, WIDTH, seed=1)
     algorithm = filled(RaBitQ(page_size=4), keys)
-    valid = valid_tokens(52, zeros(2), torch.tensor([50, 50]))
+    valid = valid_tokens(52, zeros(2), tensor([50, 50]))
     whole = algorithm.score(query, 13, SCALE, valid)
     monkeypatch.setattr(RaBitQ, "in_flight", 1)
     torch.testing.assert_close(algorithm.score(query, 13, SCALE, valid), whole)
@@ -253,7 +257,7 @@ def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
 def test_keys_that_are_all_the_same_are_no_trouble():
     keys = draw(1, 1, WIDTH).expand(1, 40, WIDTH)
     algorithm = filled(RaBitQ(sink_tokens=1, recent_tokens=1), keys)
-    selection = algorithm.retrieve_topk(draw(1, 2, WIDTH, seed=1), 4, 10, SCALE, zeros(1), torch.tensor([40]))
+    selection = algorithm.retrieve_topk(draw(1, 2, WIDTH, seed=1), 4, 10, SCALE, zeros(1), tensor([40]))
     assert sorted(set(selection[0].tolist())) == selection[0].tolist() and len(selection[0]) == 4
 
 
@@ -271,7 +275,7 @@ def assert_same_representation(a: KeyScoring, b: KeyScoring, entries: int) -> No
     for name, tensor in a.representations.tensors.items():
         left, right = tensor[:, :entries], b.representations[name][:, :entries]
         if name == "bits":
-            differ = np.unpackbits((left ^ right).numpy()).mean()
+            differ = np.unpackbits((left ^ right).cpu().numpy()).mean()
             assert differ < 1e-3
         else:
             torch.testing.assert_close(left, right, rtol=2 * torch.finfo(left.dtype).eps, atol=0)
@@ -309,13 +313,13 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
     algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
     algorithm.construct_representations(keys[:, 16:19], 16, zeros(2))
     for t in range(19, 40):
-        algorithm.update_representations(keys[:, t], torch.full((2,), t), t + 1)
+        algorithm.update_representations(keys[:, t], full((2,), t), t + 1)
     assert_same_representation(filled(method(page_size=8), keys), algorithm, 40 // algorithm.granularity)
 
 
 def test_padding_leaves_no_trace(method):
     keys, query = draw(2, 40, WIDTH), draw(2, 3, WIDTH, seed=1)
-    starts, lengths = torch.tensor([0, 21]), torch.tensor([40, 40])
+    starts, lengths = tensor([0, 21]), tensor([40, 40])
     loud = keys.clone()
     loud[1, :21] = 1000
     valid = valid_tokens(40, starts, lengths)
@@ -348,13 +352,13 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
     page_size, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     algorithm = ALGORITHMS[name](page_size, data.draw(st.integers(0, 6)), data.draw(st.integers(0, 9)))
     rows, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
-    starts = torch.tensor(data.draw(st.lists(st.integers(0, tokens - 1), min_size=rows, max_size=rows)))
+    starts = tensor(data.draw(st.lists(st.integers(0, tokens - 1), min_size=rows, max_size=rows)))
     k = data.draw(st.integers(algorithm.kept_items, algorithm.kept_items + 6))
     keys, query = draw(rows, tokens, WIDTH, seed=seed), draw(rows, 2, WIDTH, seed=seed + 1)
     filled(algorithm, keys, starts)
-    items, lengths = -(-tokens // page_size), torch.full((rows,), tokens)
+    items, lengths = -(-tokens // page_size), full((rows,), tokens)
     selection = algorithm.retrieve_topk(query, k, items, SCALE, starts, lengths)
-    scores = algorithm.score(query, items, SCALE, valid_tokens(items * page_size, starts, lengths))
+    scores = algorithm.score(query, items, SCALE, valid_tokens(items * page_size, starts, lengths)).cpu()
 
     assert selection.dtype == torch.int32 and selection.shape == (rows, min(k, items))
     for row, expected in enumerate(chosen(algorithm, scores, k, starts, lengths)):
@@ -369,7 +373,7 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
 def test_everything_is_selected_while_it_fits(method):
     keys = draw(2, 30, WIDTH)
     algorithm = filled(method(page_size=4, sink_tokens=1, recent_tokens=1), keys)
-    selection = algorithm.retrieve_topk(draw(2, 2, WIDTH, seed=1), 20, 8, SCALE, zeros(2), torch.tensor([30, 30]))
+    selection = algorithm.retrieve_topk(draw(2, 2, WIDTH, seed=1), 20, 8, SCALE, zeros(2), tensor([30, 30]))
     assert selection.tolist() == [list(range(8))] * 2
 
 
@@ -380,13 +384,13 @@ def test_a_key_that_stands_out_is_found(method):
         keys = draw(1, 100, WIDTH)
         keys[0, needle] = 4 * query[0, 0]
         algorithm = filled(method(page_size=4, sink_tokens=4, recent_tokens=4), keys)
-        selection = algorithm.retrieve_topk(query, 6, 25, SCALE, zeros(1), torch.tensor([100]))
+        selection = algorithm.retrieve_topk(query, 6, 25, SCALE, zeros(1), tensor([100]))
         assert needle // 4 in selection[0].tolist()
 
 
 def test_rows_are_independent(method):
     keys, query = draw(4, 50, WIDTH), draw(4, 2, WIDTH, seed=1)
-    starts, lengths = torch.tensor([0, 5, 33, 0]), torch.full((4,), 50)
+    starts, lengths = tensor([0, 5, 33, 0]), full((4,), 50)
     algorithm = filled(method(4, 1, 1), keys, starts)
     together = algorithm.retrieve_topk(query, 6, 13, SCALE, starts, lengths)
     for row in range(4):
@@ -397,15 +401,15 @@ def test_rows_are_independent(method):
 
 def test_heads_are_normalised_before_they_are_summed():
     """A head with large logits has one vote, like any other."""
-    logits = torch.tensor([[[1000.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
-    score = softmax_mass(logits, torch.ones(1, 3, dtype=torch.bool))
+    logits = tensor([[[1000.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    score = softmax_mass(logits, torch.ones(1, 3, dtype=torch.bool, device=DEVICE))
     assert score.argmax() == 1
-    assert score.sum() == pytest.approx(4)
+    assert float(score.sum()) == pytest.approx(4)
 
 
 def test_a_row_of_padding_has_no_mass():
-    score = softmax_mass(torch.zeros(2, 3, 5), torch.tensor([[True] * 5, [False] * 5]))
-    assert score[0].sum() == pytest.approx(3) and not score[1].any()
+    score = softmax_mass(torch.zeros(2, 3, 5, device=DEVICE), tensor([[True] * 5, [False] * 5]))
+    assert float(score[0].sum()) == pytest.approx(3) and not score[1].any()
 
 
 # ---- the lightning indexer -------------------------------------------------------------------------------------------
@@ -429,14 +433,14 @@ def test_the_indexer_selects_by_the_plain_expression(data):
     algorithm, keys = indexer(batch, tokens, seed=seed)
     algorithm.block = data.draw(st.sampled_from([1, 5, 64, 1 << 24]))
     query, weights = draw(batch, queries, heads, 8, seed=seed + 1), draw(batch, queries, heads, seed=seed + 2)
-    visible = torch.rand(batch, queries, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
+    visible = (torch.rand(batch, queries, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7).to(DEVICE)
     mask = visible
     if data.draw(st.booleans()):
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        mask = torch.zeros(visible.shape, device=DEVICE).masked_fill(~visible, torch.finfo(torch.float32).min)
 
     selection = algorithm.retrieve_topk(query, weights, 0.3, mask, k)
     products = torch.einsum("bqhd,bkd->bqhk", query.double(), keys.double())
-    scores = (weights.double().unsqueeze(-1) * (0.3 * products).relu()).sum(2)
+    scores = (weights.double().unsqueeze(-1) * (0.3 * products).relu()).sum(2).cpu()
     assert selection.dtype == torch.int32 and selection.shape == (batch, queries, min(k, tokens))
     for b in range(batch):
         for q in range(queries):
@@ -460,15 +464,15 @@ def test_the_indexer_forgets_what_is_cut():
 
 def test_the_indexer_follows_its_batch():
     algorithm, keys = indexer(3, 20)
-    algorithm.select_batch(torch.tensor([2, 0, 0, 1]))
+    algorithm.select_batch(tensor([2, 0, 0, 1]))
     assert torch.equal(algorithm.representations["keys"][:, :20], keys[[2, 0, 0, 1]])
 
 
 def test_the_indexer_computes_in_float32():
     """Bfloat16 keys and queries are scored exactly: a bfloat16 product would tie these two."""
     algorithm = LightningIndexer()
-    algorithm.extend(torch.tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16))
-    query = torch.tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
-    seen = torch.ones(1, 1, 2, dtype=torch.bool)
-    assert algorithm.retrieve_topk(query, torch.ones(1, 1, 1), 1.0, seen, 1).item() == 0
-    assert algorithm.retrieve_topk(query, -torch.ones(1, 1, 1), 1.0, seen, 1).item() == 1
+    algorithm.extend(tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16))
+    query = tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
+    weights, seen = torch.ones(1, 1, 1, device=DEVICE), torch.ones(1, 1, 2, dtype=torch.bool, device=DEVICE)
+    assert algorithm.retrieve_topk(query, weights, 1.0, seen, 1).item() == 0
+    assert algorithm.retrieve_topk(query, -weights, 1.0, seen, 1).item() == 1

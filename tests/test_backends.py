@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.layout import ItemLayout
+from tests.helpers import DEVICE
 
 
 def attention(query, keys, values, seen, scale, softcap=None, sinks=None) -> Tensor:
@@ -66,17 +68,12 @@ class Case:
                     self.buffer[row, slot] = torch.where(filled[row, item], packed[row, item], 999.0)
 
     def attend(self, buffer: Tensor | None = None, slots: Tensor | None = None, **options) -> Tensor:
-        return ReferenceBackend().attend(
-            self.query,
-            self.buffer if buffer is None else buffer,
-            self.slots if slots is None else slots,
-            self.selection,
-            self.starts,
-            self.lengths,
-            self.layout,
-            0.3,
-            **options,
-        )
+        buffer = self.buffer if buffer is None else buffer
+        slots = self.slots if slots is None else slots
+        tensors = (self.query, buffer, slots, self.selection, self.starts, self.lengths)
+        if "sinks" in options:
+            options["sinks"] = options["sinks"].to(DEVICE)
+        return ReferenceBackend().attend(*(tensor.to(DEVICE) for tensor in tensors), self.layout, 0.3, **options).cpu()
 
     def expected(self, **options) -> Tensor:
         latent = self.layout.key[0] == self.layout.value[0]
@@ -164,10 +161,10 @@ def test_a_row_that_selects_nothing_gives_zeros():
 def test_sinks_take_their_share():
     """A sink as large as the only logit halves the output; one that is far larger takes all of it."""
     layout = ItemLayout.page_head(1, 2, 2)
-    buffer = torch.tensor([[[1.0, 0.0, 3.0, 5.0]]])
-    one = torch.tensor([[0]], dtype=torch.int32)
-    args = (torch.tensor([[[2.0, 0.0]]]), buffer, one, one, torch.tensor([0]), torch.tensor([1]), layout, 0.5)
+    tensor = partial(torch.tensor, device=DEVICE)
+    buffer, one = tensor([[[1.0, 0.0, 3.0, 5.0]]]), tensor([[0]], dtype=torch.int32)
+    args = (tensor([[[2.0, 0.0]]]), buffer, one, one, tensor([0]), tensor([1]), layout, 0.5)
     attend = ReferenceBackend().attend
     assert attend(*args).tolist() == [[[3.0, 5.0]]]
-    assert attend(*args, sinks=torch.tensor([[1.0]])).tolist() == [[[1.5, 2.5]]]
-    assert attend(*args, sinks=torch.tensor([[200.0]])).abs().max() < 1e-30
+    assert attend(*args, sinks=tensor([[1.0]])).tolist() == [[[1.5, 2.5]]]
+    assert attend(*args, sinks=tensor([[200.0]])).abs().max() < 1e-30

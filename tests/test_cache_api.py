@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_hisparse
 from hf_hisparse import HierarchicalSparseCache, patch_model, unpatch_model
 from tests.helpers import (
+    DEVICE,
     GQA,
     METHODS,
     close,
@@ -126,7 +127,7 @@ def test_crop_by_a_tensor(model, new_cache):
     ids, more = random_ids(2, 60), random_ids(2, 20, seed=1)
     caches = [new_cache(), new_cache()]
     logits = []
-    for cache, remove in zip(caches, (-3, torch.tensor(-3)), strict=True):
+    for cache, remove in zip(caches, (-3, torch.tensor(-3, device=DEVICE)), strict=True):
         forward(model, ids, cache)
         cache.crop(remove)
         one = steps(model, more[:, :10], cache)
@@ -180,10 +181,11 @@ def test_batch_repeat_interleave(model, new_cache, tokens):
 @pytest.mark.parametrize("as_mask", [False, True], ids=["indices", "mask"])
 def test_batch_select_indices(model, new_cache, tokens, as_mask):
     ids, more, mask = random_ids(4, tokens), random_ids(2, 8, seed=1), left_padding(4, tokens + 8)
-    kept = torch.tensor([1, 3])
+    kept = torch.tensor([1, 3], device=DEVICE)
     cache, fresh = new_cache(), new_cache()
     forward(model, ids, cache, mask[:, :tokens])
-    cache.batch_select_indices(torch.tensor([False, True, False, True]) if as_mask else kept)
+    which = torch.tensor([False, True, False, True], device=DEVICE)
+    cache.batch_select_indices(which if as_mask else kept)
     forward(model, ids[kept], fresh, mask[kept, :tokens])
     close(steps(model, more, cache, mask[kept]), steps(model, more, fresh, mask[kept]))
 
@@ -191,7 +193,7 @@ def test_batch_select_indices(model, new_cache, tokens, as_mask):
 @pytest.mark.parametrize("tokens", [20, 100], ids=["dense", "sparse"])
 def test_reorder_cache(model, new_cache, tokens):
     ids, more = random_ids(3, tokens), random_ids(3, 8, seed=1)
-    order = torch.tensor([2, 0, 0])
+    order = torch.tensor([2, 0, 0], device=DEVICE)
     cache, fresh = new_cache(), new_cache()
     forward(model, ids, cache)
     cache.reorder_cache(order)
@@ -201,7 +203,7 @@ def test_reorder_cache(model, new_cache, tokens):
 
 def test_reorder_of_nothing(new_cache):
     cache = new_cache()
-    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
     assert cache.get_seq_length() == 0
 
 
@@ -247,7 +249,7 @@ def test_sampling_of_several_sequences(model, new_cache):
 def test_a_padded_batch_equals_the_single_runs(model, new_cache, tokens):
     """Padding by whole pages: a page then holds the same tokens in the batch as alone."""
     ids, more = random_ids(3, tokens), random_ids(3, 10, seed=1)
-    mask = torch.ones(3, tokens + 10, dtype=torch.int64)
+    mask = torch.ones(3, tokens + 10, dtype=torch.int64, device=DEVICE)
     pads = [0, 4, 12]
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
@@ -776,7 +778,7 @@ def test_enable_in_a_pipeline(smollm2):
     from transformers import pipeline
 
     model, tokenizer = smollm2
-    run = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    run = pipeline("text-generation", model=model, tokenizer=tokenizer, device=DEVICE)
     options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
     dense = run("The grass is green. The sky is", **options)
     made = []

@@ -17,7 +17,7 @@ from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import host_store, pinned
-from tests.helpers import GQA, decode, dense_cache, forward, generate, make_model, random_ids, same_bits
+from tests.helpers import DEVICE, GQA, decode, dense_cache, forward, generate, make_model, random_ids, same_bits
 from tests.test_cache_api import state_of, steps
 
 
@@ -208,11 +208,12 @@ def test_another_device_or_dtype_in_a_layer(tokens):
     """What a model spread over devices would hand to a layer, one of them having moved."""
     layout = partial(ItemLayout.page_head, 4)
     coordinator = SparseCoordinator(8, 2, 4, layout, partial(Quest, 4, 1, 1), ReferenceBackend())
-    parts = torch.rand(2, 2, tokens, 8), torch.rand(2, 2, tokens, 8)
+    parts = tuple(torch.rand(2, 2, tokens, 8, device=DEVICE) for _ in "kv")
     coordinator.extend(parts, None)
+    said = f"on {DEVICE} and was given .*use a new cache after moving or casting"
     for other in (lambda part: part.to("meta"), lambda part: part.half()):
         for extend in (coordinator.extend, coordinator.append):
-            with pytest.raises(ValueError, match=r"on cpu and was given .*use a new cache after moving or casting"):
+            with pytest.raises(ValueError, match=said):
                 extend(tuple(other(part[:, :, :1]) for part in parts), None)
     assert coordinator.length == tokens
     assert all(torch.equal(a, b) for a, b in zip(coordinator.history(), parts, strict=True))

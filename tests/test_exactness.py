@@ -18,6 +18,7 @@ from hf_hisparse.cache import HierarchicalLayer
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from tests.helpers import (
+    DEVICE,
     GQA,
     METHODS,
     close,
@@ -143,7 +144,7 @@ def test_any_selections_equal_the_resident_oracle(kind, pattern, batch, dtype):
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     prompt = draw(batch, heads, first, key_width), draw(batch, heads, first, value_width)
     for coordinator in coordinators:
@@ -158,7 +159,7 @@ def test_any_selections_equal_the_resident_oracle(kind, pattern, batch, dtype):
     for _ in range(steps):
         token = draw(batch, heads, 1, key_width), draw(batch, heads, 1, value_width)
         query = draw(batch * heads, group, width)
-        selection = torch.tensor([next(selections) for selections in patterns], dtype=torch.int32)
+        selection = torch.tensor([next(each) for each in patterns], dtype=torch.int32, device=DEVICE)
         outputs = []
         for coordinator in coordinators:
             coordinator.append(token, None)
@@ -203,7 +204,7 @@ def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, promp
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         if new == 1 and key.shape[2] > GQA["top_k"] and kwargs.get("sliding_window") is None:
             selection, size = next(queue)
-            kept = torch.zeros(len(selection), key.shape[2] + size, dtype=torch.bool)
+            kept = torch.zeros(len(selection), key.shape[2] + size, dtype=torch.bool, device=key.device)
             for row, items in enumerate(selection.tolist()):
                 for item in items:
                     if item >= 0:
@@ -379,7 +380,7 @@ def test_indexers_that_cannot_be_served_are_refused(name):
 
 def filler(tokenizer: Any, tokens: int) -> Tensor:
     text = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 100
-    return tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+    return tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(DEVICE)
 
 
 def test_smollm2_within_top_k_equals_the_dense_cache(smollm2):
@@ -414,7 +415,7 @@ def test_smollm2_finds_a_needle(smollm2):
         add_generation_prompt=True,
     )
     text += "The special magic number for stamps mentioned in the provided text is"
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(DEVICE)
     cache = HierarchicalSparseCache(model, top_k=256)
     output = generate(model, ids, cache, 10)
     assert "4831725" in tokenizer.decode(output.sequences[0, ids.shape[1] :])

@@ -14,9 +14,7 @@ from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import HierarchicalMemory, ResidentMemory, host_store, pinned
 from hf_hisparse.memory.host_store import HostStore
 from hf_hisparse.ops.reference import host_elements
-
-
-CPU = torch.device("cpu")
+from tests.helpers import DEVICE
 
 
 @pytest.fixture
@@ -37,26 +35,26 @@ def at(store: HostStore, row: int, item: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slabs_never_move(small_slabs, dtype):
-    store = HostStore(3, 5, dtype, CPU)
-    written = torch.zeros(3, 0, 5, dtype=dtype)
+    store = HostStore(3, 5, dtype, DEVICE)
+    written = torch.zeros(3, 0, 5, dtype=dtype, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for count in (1, 2, 7, 1, 30, 4, 100):
         before = store.table.clone()
         first = written.shape[1]
         store.reserve(first + count)
         assert torch.equal(store.table[:, : before.shape[1]], before)
-        more = torch.randn(3, count, 5, generator=generator).to(dtype)
+        more = torch.randn(3, count, 5, generator=generator).to(DEVICE, dtype)
         store.write(more, first)
         written = torch.cat((written, more), dim=1)
         assert torch.equal(store.read(0, written.shape[1]), written)
     assert len(store.chunks) > 3
     for row in range(3):
         for item in range(0, written.shape[1], 7):
-            assert torch.equal(at(store, row, item), written[row, item])
+            assert torch.equal(at(store, row, item), written[row, item].cpu())
 
 
 def test_slabs_do_not_overlap(small_slabs):
-    store = HostStore(4, 3, torch.float32, CPU)
+    store = HostStore(4, 3, torch.float32, DEVICE)
     for items in (1, 10, 11, 90):
         store.reserve(items)
     addresses = store.table.flatten().sort().values
@@ -69,13 +67,13 @@ def test_writes_and_reads_of_any_span(spans, random):
     """Spans written anywhere, over one another and across chunks, read back as from one tensor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_store, "SLAB_BYTES", 64)
-        store = HostStore(2, 3, torch.float32, CPU)
-        whole = torch.zeros(2, 70, 3)
+        store = HostStore(2, 3, torch.float32, DEVICE)
+        whole = torch.zeros(2, 70, 3, device=DEVICE)
         reserved = 0
         for first, count in spans:
             reserved = max(reserved, first + count)
             store.reserve(reserved)
-            items = torch.rand(2, count, 3)
+            items = torch.rand(2, count, 3, device=DEVICE)
             store.write(items, first)
             whole[:, first : first + count] = items
             low = random.randrange(reserved)
@@ -85,16 +83,16 @@ def test_writes_and_reads_of_any_span(spans, random):
 
 @pytest.mark.parametrize("item_bytes", [4, 1152, 16384, 200000, 1 << 20])
 def test_a_slab_is_a_power_of_two_of_items(item_bytes):
-    store = HostStore(1, item_bytes // 4, torch.float32, CPU)
+    store = HostStore(1, item_bytes // 4, torch.float32, DEVICE)
     assert store.items_per_slab.bit_count() == 1
     assert store.items_per_slab * item_bytes >= host_store.SLAB_BYTES
     assert store.items_per_slab == 1 or store.items_per_slab // 2 * item_bytes < host_store.SLAB_BYTES
 
 
 def test_no_memory_changes_nothing(small_slabs, monkeypatch):
-    store = HostStore(2, 3, torch.float32, CPU)
+    store = HostStore(2, 3, torch.float32, DEVICE)
     store.reserve(4)
-    items = torch.rand(2, 4, 3)
+    items = torch.rand(2, 4, 3, device=DEVICE)
     store.write(items, 0)
     table, held = store.table, store.nbytes
 
@@ -113,7 +111,7 @@ def test_more_memory_than_there_is_is_a_memory_error():
 
 
 def test_memory_is_freed_with_its_store():
-    store = HostStore(1, 16, torch.float32, CPU)
+    store = HostStore(1, 16, torch.float32, DEVICE)
     store.reserve(1)
     chunk = weakref.ref(store.chunks[0].untyped_storage())
     view = store.chunks[0][0, :1]
@@ -134,12 +132,12 @@ class Twins:
     def __init__(self, rows: int, layout: ItemLayout, slots: int, dtype: torch.dtype = torch.float32, seed: int = 0):
         self.rows, self.layout, self.dtype = rows, layout, dtype
         self.generator = torch.Generator().manual_seed(seed)
-        self.hierarchical = HierarchicalMemory(rows, layout, dtype, CPU, slots)
-        self.resident = ResidentMemory(rows, layout, dtype, CPU)
+        self.hierarchical = HierarchicalMemory(rows, layout, dtype, DEVICE, slots)
+        self.resident = ResidentMemory(rows, layout, dtype, DEVICE)
         self.tokens = 0
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+        return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
 
     def write(self, count: int) -> None:
         """Rewrites the history from the last item on, as a prefill of `count` more tokens does."""
@@ -153,7 +151,7 @@ class Twins:
 
     def append(self) -> None:
         token = self._random(self.rows, sum(self.layout.widths))
-        position = torch.full((self.rows,), self.tokens)
+        position = torch.full((self.rows,), self.tokens, device=DEVICE)
         self.tokens += 1
         for memory in (self.hierarchical, self.resident):
             memory.reserve(self.tokens)
@@ -165,13 +163,14 @@ class Twins:
 
     def fetch(self, selection: torch.Tensor) -> None:
         """Both give the same tokens for every selected item."""
-        row = torch.arange(self.rows).unsqueeze(1)
+        row = torch.arange(self.rows, device=DEVICE).unsqueeze(1)
         items = []
         for memory in (self.hierarchical, self.resident):
             buffer, slots = memory.fetch(selection)
             assert slots.dtype == torch.int32 and torch.equal(slots < 0, selection < 0)
             items.append(buffer[row, slots.clamp(min=0).long()])
-        position = selection.unsqueeze(-1) * self.layout.page_size + torch.arange(self.layout.page_size)
+        within = torch.arange(self.layout.page_size, device=DEVICE)
+        position = selection.unsqueeze(-1) * self.layout.page_size + within
         valid = ((selection >= 0).unsqueeze(-1) & (position < self.tokens)).unsqueeze(-1)
         for view in (self.layout.keys, self.layout.values):
             assert torch.equal(view(items[0]) * valid, view(items[1]) * valid)
@@ -210,17 +209,18 @@ def test_hierarchical_memory_equals_the_resident_one(small_slabs, layout, dtype)
             items = layout.items(twins.tokens)
             k = number(1, min(6, items) + 1)
             selection = torch.stack([torch.randperm(items, generator=generator)[:k] for _ in range(3)]).int()
-            twins.fetch(selection.masked_fill(torch.rand(3, k, generator=generator) < 0.2, -1))
+            selection = selection.masked_fill(torch.rand(3, k, generator=generator) < 0.2, -1)
+            twins.fetch(selection.to(DEVICE))
     twins.read()
 
 
 def test_counts_and_log():
-    memory = HierarchicalMemory(2, ItemLayout.token(3, 1), torch.float32, CPU, slots=4)
+    memory = HierarchicalMemory(2, ItemLayout.token(3, 1), torch.float32, DEVICE, slots=4)
     memory.reserve(10)
-    memory.write((torch.rand(2, 10, 3), torch.rand(2, 10, 1)), 0)
+    memory.write((torch.rand(2, 10, 3, device=DEVICE), torch.rand(2, 10, 1, device=DEVICE)), 0)
     assert memory.counts().tolist() == [0, 0] and memory.log().tolist() == []
     for selection in ([0, 1], [1, 2], [8, 9], [3, -1]):
-        memory.fetch(torch.tensor([selection, selection], dtype=torch.int32))
+        memory.fetch(torch.tensor([selection, selection], dtype=torch.int32, device=DEVICE))
     assert memory.log().tolist() == [[0, 4], [2, 2], [0, 4], [0, 2]]
     assert memory.counts().tolist() == [2, 12]
 
@@ -229,10 +229,10 @@ def test_the_log_keeps_the_latest_steps(monkeypatch):
     from hf_hisparse.memory import device_buffer
 
     monkeypatch.setattr(device_buffer, "LOG_STEPS", 3)
-    memory = HierarchicalMemory(1, ItemLayout.token(3, 1), torch.float32, CPU, slots=4)
+    memory = HierarchicalMemory(1, ItemLayout.token(3, 1), torch.float32, DEVICE, slots=4)
     memory.reserve(10)
     for count in (1, 2, 3, 4, 1):
-        memory.fetch(torch.arange(count, dtype=torch.int32).unsqueeze(0))
+        memory.fetch(torch.arange(count, dtype=torch.int32, device=DEVICE).unsqueeze(0))
     # Item by item: 0, then 1, then 2, then 3 are new; then 0 again.
     assert memory.log().tolist() == [[2, 1], [3, 1], [1, 0]]
 
@@ -240,7 +240,7 @@ def test_the_log_keeps_the_latest_steps(monkeypatch):
 def test_device_bytes_do_not_grow_with_the_history():
     """All but four bytes an item, the map from items to slots, and the table's eight bytes a slab."""
     layout = ItemLayout.page_head(4, 16, 16)
-    memory = HierarchicalMemory(2, layout, torch.float32, CPU, slots=8)
+    memory = HierarchicalMemory(2, layout, torch.float32, DEVICE, slots=8)
     memory.reserve(1000)
     before, items = memory.device_bytes, memory.store.capacity
     memory.reserve(100000)

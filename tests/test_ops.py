@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hisparse import ops
+from hf_hisparse.memory import pinned
+from tests.helpers import DEVICE
 
 
 class SlowRow:
@@ -105,22 +107,23 @@ class Both:
         elements = page_size * sum(widths)
         slabs = -(-items // items_per_slab)
         # Slabs lie anywhere, in any order, and belong to whichever row.
-        self.slab = [torch.zeros(items_per_slab, elements, dtype=dtype) for _ in range(rows * slabs)]
+        nbytes = rows * slabs * items_per_slab * elements * dtype.itemsize
+        self.slab = pinned.allocate(nbytes, DEVICE.type == "cuda").view(dtype).view(-1, items_per_slab, elements)
         self.where = self.rng.permutation(rows * slabs).reshape(rows, slabs)
-        self.table = torch.tensor([[self.slab[i].data_ptr() for i in row] for row in self.where])
+        self.table = torch.tensor([[self.slab[i].data_ptr() for i in row] for row in self.where], device=DEVICE)
         self.slow = [SlowRow(items, slots, elements) for _ in range(rows)]
         for row, slow in enumerate(self.slow):
             slow.host[:] = self.numbers(items * elements).reshape(items, elements)
             for item in range(items):
                 self.slab[self.where[row, item // items_per_slab]][item % items_per_slab] = self.tensor(slow.host[item])
-        self.buffer = torch.zeros(rows, slots, elements, dtype=dtype)
-        self.item_slot = torch.full((rows, items), -1, dtype=torch.int32)
-        self.slot_item = torch.full((rows, slots), -1, dtype=torch.int32)
-        self.last_used = torch.zeros(rows, slots, dtype=torch.int32)
-        self.clock = torch.zeros(rows, dtype=torch.int32)
-        self.totals = torch.zeros(rows, 2, dtype=torch.int64)
-        self.log = torch.zeros(rows, log_steps, 2, dtype=torch.int32)
-        self.progress = torch.zeros(rows, 2, dtype=torch.int32)
+        self.buffer = torch.zeros(rows, slots, elements, dtype=dtype, device=DEVICE)
+        self.item_slot = torch.full((rows, items), -1, dtype=torch.int32, device=DEVICE)
+        self.slot_item = torch.full((rows, slots), -1, dtype=torch.int32, device=DEVICE)
+        self.last_used = torch.zeros(rows, slots, dtype=torch.int32, device=DEVICE)
+        self.clock = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        self.totals = torch.zeros(rows, 2, dtype=torch.int64, device=DEVICE)
+        self.log = torch.zeros(rows, log_steps, 2, dtype=torch.int32, device=DEVICE)
+        self.progress = torch.zeros(rows, 2, dtype=torch.int32, device=DEVICE)
 
     def numbers(self, count: int) -> np.ndarray:
         """Whole numbers that every dtype holds exactly."""
@@ -131,7 +134,7 @@ class Both:
 
     def swap_in(self, selection: list[list[int]]) -> None:
         found = ops.swap_in(
-            torch.tensor(selection, dtype=torch.int32),
+            torch.tensor(selection, dtype=torch.int32, device=DEVICE),
             self.table,
             self.items_per_slab,
             self.buffer,
@@ -151,8 +154,8 @@ class Both:
         """One new token a row, at its position; negative for none."""
         tokens = self.numbers(self.rows * sum(self.widths)).reshape(self.rows, -1)
         ops.append(
-            self.tensor(tokens),
-            torch.tensor(positions),
+            self.tensor(tokens).to(DEVICE),
+            torch.tensor(positions, device=DEVICE),
             self.page_size,
             list(self.widths),
             self.table,
@@ -168,18 +171,24 @@ class Both:
                 slow.append(position, np.split(token, np.cumsum(self.widths)[:-1]), self.page_size)
         self.compare()
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the ops change on the device."""
+        return (self.buffer, self.item_slot, self.slot_item, self.last_used, self.clock, self.totals, self.log)
+
     def compare(self) -> None:
+        # The copies wait for the device, and so for what it writes to host memory.
+        buffer, item_slot, slot_item, last_used, clock, totals, log = (tensor.cpu() for tensor in self.tensors)
         for row, slow in enumerate(self.slow):
-            assert self.slot_item[row].tolist() == [-1 if item is None else item for item in slow.item_of]
-            assert self.item_slot[row].tolist() == [slow.entry(item) for item in range(self.items)]
-            assert self.last_used[row].tolist() == slow.used
-            assert self.clock[row] == slow.steps
-            assert self.totals[row].tolist() == [slow.hits, slow.misses]
+            assert slot_item[row].tolist() == [-1 if item is None else item for item in slow.item_of]
+            assert item_slot[row].tolist() == [slow.entry(item) for item in range(self.items)]
+            assert last_used[row].tolist() == slow.used
+            assert clock[row] == slow.steps
+            assert totals[row].tolist() == [slow.hits, slow.misses]
             for step in range(max(1, slow.steps - self.log_steps + 1), slow.steps + 1):
-                assert tuple(self.log[row, step % self.log_steps].tolist()) == slow.log[step]
-            assert torch.equal(self.buffer[row], self.tensor(slow.buffer))
-            host = torch.cat([self.slab[i] for i in self.where[row]])[: self.items]
-            assert torch.equal(host, self.tensor(slow.host))
+                assert tuple(log[row, step % self.log_steps].tolist()) == slow.log[step]
+            assert torch.equal(buffer[row], self.tensor(slow.buffer))
+            assert torch.equal(self.slab[self.where[row]].flatten(0, 1)[: self.items], self.tensor(slow.host))
 
 
 def random_selection(rng: np.random.Generator, items: int, k: int, recent: list[int]) -> list[int]:
@@ -313,13 +322,9 @@ def test_every_selected_item_fits_a_buffer_of_k():
 def test_a_row_that_selects_nothing_is_not_touched():
     both = Both(2, 10, 4)
     both.swap_in([[0, 1], [0, 1]])
-    held = [
-        tensor[1].clone()
-        for tensor in (both.buffer, both.item_slot, both.slot_item, both.last_used, both.clock, both.totals, both.log)
-    ]
+    held = [tensor[1].clone() for tensor in both.tensors]
     both.swap_in([[2, 3], [-1, -1]])
-    now = (both.buffer, both.item_slot, both.slot_item, both.last_used, both.clock, both.totals, both.log)
-    assert all(torch.equal(a, b[1]) for a, b in zip(held, now, strict=True))
+    assert all(torch.equal(a, b[1]) for a, b in zip(held, both.tensors, strict=True))
 
 
 def test_append_of_a_page_that_is_not_resident_writes_to_the_host_alone():
