@@ -45,7 +45,7 @@ __device__ __forceinline__ void warp_copy(unsigned long long to, unsigned long l
 
 // One thread's place in shared memory, through which it moves one piece at a time. The bytes pass by the thread's registers
 // and by the L1 cache, whose loads come back in order, so that other loads do not wait for them. From compute capability 9.0
-// on. Addresses and sizes are multiples of 16.
+// on. Addresses and sizes are multiples of 16. All lanes of a warp make theirs together.
 struct Mover {
 #if __CUDA_ARCH__ >= 900
     static constexpr bool kExists = true;
@@ -57,6 +57,7 @@ struct Mover {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
     }
     // Has a piece come; the place must be free.
     __device__ __forceinline__ void load(unsigned long long from, unsigned bytes) {
