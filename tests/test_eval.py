@@ -1,0 +1,121 @@
+"""The programs of `eval`, on tiny models: they run, and say what they say they say."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval import bench_decode
+from hf_hisparse import HierarchicalSparseCache
+from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.memory import pinned
+from tests.helpers import DEVICE, METHODS, forward, make_model, random_ids, same_bits
+
+
+CONTEXT, NEW, BATCH = 120, 9, 2
+OURS = ["hierarchical", "resident"]
+# On a GPU, `generate` compiles the steps of a static cache: minutes, of which this project has no part.
+THEIRS = ["dynamic", "static"] if DEVICE.type == "cpu" else ["dynamic", "offloading"]
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before(monkeypatch):
+    """What the program silences for its process stays as it is for the other tests."""
+    monkeypatch.setattr(bench_decode, "quiet", lambda: None)
+
+
+def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was written."""
+    sizes = f"--model tiny --context {CONTEXT} --batch {BATCH} --new-tokens {NEW} --repeat 2 --dtype float32".split()
+    ours = "--top-k 64 --page-size 4 --algorithm quest".split()
+    status = bench_decode.main([*sizes, *ours, "--device", str(DEVICE), "--output", str(output), *more])
+    return status, json.loads(output.read_text())
+
+
+def test_bench_decode(tmp_path, capsys):
+    status, written = bench(tmp_path / "rows.json", "--caches", *OURS, *THEIRS)
+    assert status == 0
+    assert written["model"] == "tiny" and written["weights"] == "random" and written["selection"] == "the algorithm's"
+    assert written["top_k"] == 64 and written["environment"]["torch"] == torch.__version__
+    rows = {row["cache"]: row for row in written["rows"]}
+    assert list(rows) == [*OURS, *THEIRS]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows)
+    for row in rows.values():
+        assert (row["context"], row["batch"], row["new_tokens"], row["steps"]) == (CONTEXT, BATCH, NEW, 2 * (NEW - 1))
+        assert min(row["ttft_all_s"]) > 0 and len(row["ttft_all_s"]) == 2
+        assert 0 < row["tpot_ms"] <= row["tpot_p99_ms"] <= row["tpot_p999_ms"] and row["tokens_per_s"] > 0
+        assert row["weights_bytes"] > 0 and row["graph_pool_bytes"] == 0 and row["host_allocation_s"] >= 0
+        if DEVICE.type == "cuda":
+            assert row["rest_bytes"] > 0 and row["peak_prefill_bytes"] > row["weights_bytes"]
+    # Keys and values of 4 layers and 2 heads, 16 wide, in float32.
+    dense = 2 * 4 * BATCH * 2 * (CONTEXT + NEW - 1) * 16 * 4
+    assert rows["dynamic"]["kv_bytes"] == dense <= rows["resident"]["kv_bytes"]
+    ours = rows["hierarchical"]
+    assert ours["kv_bytes"] == 0 and ours["host_bytes"] >= dense and ours["buffer_bytes"] > 0
+    assert ours["representation_bytes"] >= rows["resident"]["representation_bytes"] > 0
+    assert 0 < ours["hit_rate"] < 1
+    # 16 pages of 4 tokens a layer, sequence and head, every step.
+    selected = (NEW - 1) * 4 * BATCH * 2 * 16
+    moved = round((1 - ours["hit_rate"]) * selected) * 4 * 2 * 16 * 4
+    assert ours["bytes_moved_a_step"] == pytest.approx(moved / (NEW - 1))
+    assert rows["resident"]["bytes_moved_a_step"] == rows["dynamic"]["bytes_moved_a_step"] == 0
+
+
+def test_bench_decode_without_memory(tmp_path, monkeypatch):
+    """A row that says so, and the others after it."""
+
+    def none(size: int, pin: bool) -> None:
+        raise MemoryError(f"no {size} bytes")
+
+    monkeypatch.setattr(pinned, "allocate", none)
+    status, written = bench(tmp_path / "rows.json", "--caches", *OURS)
+    assert status == 0
+    failed, resident = written["rows"]
+    assert failed["error"].startswith("out of memory: no ") and "tpot_ms" not in failed
+    assert "error" not in resident and resident["tpot_ms"] > 0
+
+
+def test_bench_decode_that_fails_otherwise(tmp_path):
+    status, written = bench(tmp_path / "rows.json", "--caches", *OURS, "--buffer-size", "8")
+    assert status == 1 and all("ValueError: `buffer_size=8`" in row["error"] for row in written["rows"])
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_overlapping_selections(method, overlap, monkeypatch):
+    """Each step's selection shares with the last one what was asked for, and a prompt keeps its own."""
+    name, options = METHODS[method]
+    model, tokens, steps = make_model(name), 400, 6
+    seen: list[Tensor] = []
+    attend = SparseCoordinator.attend
+
+    def recording(self, query, selection, *args, **kwargs):
+        seen.append(selection)
+        return attend(self, query, selection, *args, **kwargs)
+
+    monkeypatch.setattr(SparseCoordinator, "attend", recording)
+    cache, plain = HierarchicalSparseCache(model, **options), HierarchicalSparseCache(model, **options)
+    source = bench_decode.Overlapping(overlap, steps, DEVICE)
+    source.attach(cache)
+    prompt = random_ids(2, tokens)
+    assert same_bits(forward(model, prompt, cache), forward(model, prompt, plain))
+    for token in random_ids(1, steps)[0]:
+        forward(model, token.expand(2, 1), cache)
+        source(token, token)
+    layers, layout = len(cache.layers), cache.layers[0].coordinator.memory.layout
+    k, items = cache.layers[0].coordinator.k, layout.items(tokens)
+    assert len(seen) == layers * steps and all(chosen.dtype == torch.int32 for chosen in seen)
+    chosen = [[set(row) for row in selection.tolist()] for selection in seen[::layers]]
+    assert all(len(row) == k and min(row) >= 0 and max(row) <= items for rows in chosen for row in rows)
+    for before, after in pairwise(chosen):
+        assert all(len(a & b) == round(overlap * k) for a, b in zip(before, after, strict=True))
+    # A buffer of two selections keeps what the steps share: the first finds nothing, but for what was appended.
+    shared = round(overlap * k) * (steps - 1) / (k * steps)
+    assert cache.stats().hit_rate == pytest.approx(shared, abs=0.05)
