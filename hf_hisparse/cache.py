@@ -169,10 +169,9 @@ class HierarchicalSparseCache(Cache):
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
         """transformers' own layers, with hierarchical ones in place of those of full attention."""
-        backend_name = self.config.backend or "reference"
-        if backend_name not in BACKENDS:
-            raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, not {backend_name!r}")
-        backend = BACKENDS[backend_name]()
+        if self.config.backend not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, not {self.config.backend!r}")
+        backend = BACKENDS[self.config.backend]()
         layers = DynamicCache(config=self._text_config).layers
         if bad := sorted(i for i in self.config.dense_layers if not 0 <= i < len(layers)):
             raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")

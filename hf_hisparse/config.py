@@ -26,7 +26,8 @@ class HiSparseConfig:
         dense_layers: Indices of layers that stay dense, with their whole KV on the device.
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
-        backend: Name of the attention backend. None: the fastest one that the device has.
+        backend: The attention kernels: `"triton"`, `"reference"` (PyTorch, on any device), or `"auto"`: Triton's on a
+            CUDA device where they run, otherwise PyTorch.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
 
     Raises:
@@ -40,7 +41,7 @@ class HiSparseConfig:
     dense_layers: Collection[int] = ()
     sink_tokens: int | None = None
     recent_tokens: int | None = None
-    backend: str | None = None
+    backend: str = "auto"
     offload: bool = True
 
     def __post_init__(self):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_hisparse.backends import ReferenceBackend
+from hf_hisparse.backends import AttentionBackend, AutoBackend, ReferenceBackend
+from hf_hisparse.backends.auto import _warn
 from hf_hisparse.layout import ItemLayout
 from tests.helpers import DEVICE
 
@@ -168,3 +169,60 @@ def test_sinks_take_their_share():
     assert attend(*args).tolist() == [[[3.0, 5.0]]]
     assert attend(*args, sinks=tensor([[1.0]])).tolist() == [[[1.5, 2.5]]]
     assert attend(*args, sinks=tensor([[200.0]])).abs().max() < 1e-30
+
+
+class Recorder(ReferenceBackend):
+    """The reference, counting its calls; it may fail instead."""
+
+    def __init__(self, failure: Exception | None = None):
+        self.calls, self.failure = 0, failure
+
+    def attend(self, *args, **kwargs) -> Tensor:
+        self.calls += 1
+        if self.failure is not None:
+            raise self.failure
+        return super().attend(*args, **kwargs)
+
+
+def attend_to_something(backend: AttentionBackend, device: str) -> Tensor:
+    layout = ItemLayout.token(8, 4)
+    generator = torch.Generator().manual_seed(0)
+    query, buffer = torch.randn(2, 3, 12, generator=generator), torch.randn(2, 6, 12, generator=generator)
+    slots = torch.tensor([[3, 1, 0], [2, 5, -1]], dtype=torch.int32)
+    starts, lengths = torch.zeros(2, dtype=torch.int64), torch.full((2,), 9)
+    tensors = (tensor.to(device) for tensor in (query, buffer, slots, slots, starts, lengths))
+    return backend.attend(*tensors, layout, 0.5)
+
+
+def test_the_cpu_takes_the_reference():
+    triton = Recorder()
+    expected = attend_to_something(ReferenceBackend(), "cpu")
+    assert torch.equal(attend_to_something(AutoBackend(lambda: triton), "cpu"), expected)
+    assert triton.calls == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_triton():
+    triton = Recorder()
+    auto = AutoBackend(lambda: triton)
+    for _ in range(2):
+        attend_to_something(auto, "cuda")
+    assert triton.calls == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_triton_takes_the_reference_and_says_why_once():
+    _warn.cache_clear()
+    triton = Recorder(RuntimeError("no C compiler"))
+    auto = AutoBackend(lambda: triton)
+    with pytest.warns(RuntimeWarning, match=r"slower.*RuntimeError: no C compiler") as caught:
+        outputs = [attend_to_something(auto, "cuda") for _ in range(2)]
+    assert len(caught) == 1 and triton.calls == 1
+    assert all(torch.equal(output, attend_to_something(ReferenceBackend(), "cuda")) for output in outputs)
+
+
+@pytest.mark.gpu
+def test_running_out_of_memory_chooses_nothing():
+    auto = AutoBackend(lambda: Recorder(torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        attend_to_something(auto, "cuda")

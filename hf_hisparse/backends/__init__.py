@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from hf_hisparse.backends.auto import AutoBackend
 from hf_hisparse.backends.base import AttentionBackend
 from hf_hisparse.backends.reference import ReferenceBackend
 
@@ -18,7 +19,11 @@ def _triton() -> AttentionBackend:
     return TritonBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend, "triton": _triton}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "auto": lambda: AutoBackend(_triton),
+    "reference": ReferenceBackend,
+    "triton": _triton,
+}
 """What makes an attention backend, by the name that `backend=` takes. Raises ValueError where it cannot run."""
 
-__all__ = ["BACKENDS", "AttentionBackend", "ReferenceBackend"]
+__all__ = ["BACKENDS", "AttentionBackend", "AutoBackend", "ReferenceBackend"]
