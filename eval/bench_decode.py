@@ -306,6 +306,7 @@ class Bench:
 
     def row(self, name: str, context: int, batch: int) -> dict[str, Any]:
         """The measured row of one cache, or one that says why there is none."""
+        self._clean()
         row = {"cache": name, "context": context, "batch": batch, "new_tokens": self.new_tokens}
         try:
             return row | self._measure(name, context, batch)
@@ -313,8 +314,6 @@ class Bench:
             short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower()
             message = " ".join(str(error).split())[:300]
             return row | {"error": f"out of memory: {message}" if short else f"{type(error).__name__}: {message}"}
-        finally:
-            self._clean()
 
     def _measure(self, name: str, context: int, batch: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
@@ -326,7 +325,7 @@ class Bench:
         overlapping = None if self.overlap is None else Overlapping(self.overlap, steps, self.device)
         cache: Any = None
         first, rest, peaks, allocations = [], [], [], []
-        with self._as(name), timed_allocations() as allocated:
+        with self._copying(name), timed_allocations() as allocated:
             for run in range(self.repeat + 1):
                 if cache is not None and name == "static":
                     cache.reset()  # Its addresses are in the captured graph.
@@ -390,10 +389,9 @@ class Bench:
         )
 
     @contextlib.contextmanager
-    def _as(self, name: str) -> Iterator[None]:
-        """The model as a cache needs it: unpatched for those of transformers, without copies for `no-io`."""
+    def _copying(self, name: str) -> Iterator[None]:
+        """Without copies, for `no-io`; otherwise as it is."""
         if name != "no-io":
-            unpatch_model(self.model)
             yield
             return
         if self.device.type != "cuda" or cuda.unavailable(self.device.index or 0):
@@ -402,7 +400,7 @@ class Bench:
             yield
 
     def _clean(self) -> None:
-        """Leaves the device to the next row."""
+        """Leaves nothing of what ran before on the model or the device: hooks, compiled steps, free memory."""
         unpatch_model(self.model)
         torch.compiler.reset()
         gc.collect()
@@ -502,6 +500,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--repeat, --new-tokens, --context and --batch are at least 1")
 
     device = torch.device(args.device)
+    if args.memory_budget is not None and device.type != "cuda":
+        parser.error(f"--memory-budget {args.memory_budget:g} is of a CUDA device, and --device is {device}")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
