@@ -338,11 +338,11 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, call: int) -> list[int]:
     """Lets `call` allocations of host memory pass, and none after."""
     allocate, made = pinned.allocate, []
 
-    def limited(nbytes: int, pin: bool) -> Tensor:
+    def limited(nbytes: int, device: torch.device) -> pinned.Region:
         if len(made) == call:
             raise MemoryError(f"no {nbytes} bytes of host memory")
         made.append(nbytes)
-        return allocate(nbytes, pin)
+        return allocate(nbytes, device)
 
     monkeypatch.setattr(pinned, "allocate", limited)
     return made

@@ -98,7 +98,7 @@ def test_no_memory_changes_nothing(small_slabs, monkeypatch):
     store.write(items, 0)
     table, held = store.table, store.nbytes
 
-    def no_memory(nbytes, pin):
+    def no_memory(nbytes, device):
         raise MemoryError(f"no {nbytes} bytes")
 
     monkeypatch.setattr(pinned, "allocate", no_memory)
@@ -109,7 +109,7 @@ def test_no_memory_changes_nothing(small_slabs, monkeypatch):
 
 def test_more_memory_than_there_is_is_a_memory_error():
     with pytest.raises(MemoryError, match="host memory"):
-        pinned.allocate(1 << 62, pin=False)
+        pinned.allocate(1 << 62, CPU)
 
 
 def test_memory_is_freed_with_its_store():

@@ -26,7 +26,7 @@ class Memory(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Makes room for a history of `tokens` tokens. Raises `MemoryError`, with nothing changed, if there is none."""
+        """Makes room for a history of `tokens` tokens. Raises `MemoryError`, with the history intact, if there is none."""
 
     @abstractmethod
     def write(self, parts: Sequence[Tensor], start: int) -> None:

@@ -19,11 +19,14 @@ class HierarchicalMemory(Memory):
     Args:
         rows, layout, dtype, device: As for `Memory`.
         slots: Items a row that the device buffer holds.
+        layers: How many layers will grow likewise, as for `HostStore`.
     """
 
-    def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int):
+    def __init__(
+        self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int, layers: int = 1
+    ):
         super().__init__(rows, layout, dtype, device)
-        self.store = HostStore(rows, layout.elements, dtype, device)
+        self.store = HostStore(rows, layout.elements, dtype, device, layers)
         self.buffer = DeviceBuffer(rows, slots, layout, self.store)
 
     def reserve(self, tokens: int) -> None:
