@@ -55,7 +55,7 @@ class SparseCoordinator:
     """
 
     layers = 1
-    """How many layers grow likewise, this one and those whose turn comes after it, as for `HostStore`."""
+    """How many layers grow alike, this one and those whose turn comes after it."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class SparseCoordinator:
     def _reserve(self, tokens: int) -> None:
         # There is room for `max_cache_len` tokens from the beginning, and will never be need for more.
         if tokens > self.max_cache_len:
-            self.memory.reserve(tokens)
+            self.memory.reserve(tokens, self.layers)
 
     def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
         """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
@@ -194,8 +194,8 @@ class SparseCoordinator:
         batch, heads, tokens = parts[0].shape[:3]
         layout = self._make_layout(*(part.shape[-1] for part in parts))
         args = (batch * heads, layout, parts[0].dtype, parts[0].device)
-        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots, layers)
-        memory.reserve(max(tokens, self.max_cache_len))
+        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
+        memory.reserve(max(tokens, self.max_cache_len), layers)
         return memory
 
     def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:

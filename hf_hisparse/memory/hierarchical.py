@@ -19,18 +19,15 @@ class HierarchicalMemory(Memory):
     Args:
         rows, layout, dtype, device: As for `Memory`.
         slots: Items a row that the device buffer holds.
-        layers: How many layers will grow likewise, as for `HostStore`.
     """
 
-    def __init__(
-        self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int, layers: int = 1
-    ):
+    def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device, slots: int):
         super().__init__(rows, layout, dtype, device)
-        self.store = HostStore(rows, layout.elements, dtype, device, layers)
+        self.store = HostStore(rows, layout.elements, dtype, device)
         self.buffer = DeviceBuffer(rows, slots, layout, self.store)
 
-    def reserve(self, tokens: int) -> None:
-        self.store.reserve(self.layout.items(tokens))
+    def reserve(self, tokens: int, layers: int = 1) -> None:
+        self.store.reserve(self.layout.items(tokens), layers)
         self.buffer.reserve()
 
     def write(self, parts: Sequence[Tensor], start: int) -> None:

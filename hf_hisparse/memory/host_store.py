@@ -31,16 +31,14 @@ class HostStore:
     Args:
         rows, elements, dtype: The shape of the history: `rows` sequences of items of `elements` elements.
         device: The device that reads it. Memory is pinned if that is a CUDA device.
-        layers: How many layers will grow likewise, this one and those whose turn comes after it: memory that is needed
-            at once must suffice for all of them, so that its end is found before any has grown.
     """
 
     _latest: ClassVar[torch.cuda.Event | None] = None
     """The latest write of any store. Writers wait for it, so that a prefill holds the layer being computed and the
     layer being written, and never more."""
 
-    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device, layers: int = 1):
-        self.rows, self.elements, self.dtype, self.device, self.layers = rows, elements, dtype, device, layers
+    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device):
+        self.rows, self.elements, self.dtype, self.device = rows, elements, dtype, device
         self.item_bytes = elements * dtype.itemsize
         self.items_per_slab = 1 << (-(-SLAB_BYTES // self.item_bytes) - 1).bit_length()
         self.chunks: list[Tensor] = []
@@ -62,8 +60,13 @@ class HostStore:
         failed = self._next is not None and self._next.done() and self._next.exception() is not None
         return sum(chunk.nbytes for chunk in self.chunks) + (0 if failed else self._next_bytes)
 
-    def reserve(self, items: int) -> None:
+    def reserve(self, items: int, layers: int = 1) -> None:
         """Grows until `items` items a row fit, and prepares to grow further when they nearly fill it.
+
+        Args:
+            items: Items a row.
+            layers: How many stores are about to grow as much, with this one. What is needed at once must suffice for
+                all of them, so that the end of memory is found before the first has grown.
 
         Raises:
             MemoryError: If they cannot be made to fit. It says how much was asked for and is held; nothing is lost.
@@ -82,12 +85,14 @@ class HostStore:
         if slabs > 0:
             nbytes = slabs * self.rows * self._slab_bytes
             try:
-                pinned.require(nbytes * self.layers, self.layers)
+                pinned.require(nbytes * layers, layers)
                 self._prepare(slabs)
                 self._adopt()
             except MemoryError as error:
-                needed, has = nbytes * self.layers / 2**20, self.nbytes / 2**20
-                raise MemoryError(f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact") from error
+                needed, has = nbytes * layers / 2**20, self.nbytes / 2**20
+                raise MemoryError(
+                    f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact"
+                ) from error
 
     @property
     def _slab_bytes(self) -> int:
@@ -104,12 +109,16 @@ class HostStore:
         # An interrupted wait leaves it to the next.
         chunk.exception()
         self._next, self._next_bytes = None, 0
-        memory = chunk.result().tensor()
+        try:
+            memory = chunk.result().tensor()
+        finally:
+            # It holds its error, and the error this frame: a cycle, that would keep the store after its end.
+            del chunk
         slabs = memory.nbytes // (self.rows * self._slab_bytes)
-        self.chunks.append(memory.view(self.dtype).view(self.rows, slabs * self.items_per_slab, self.elements))
         # The addresses are computed where the table is: a copy to the device would wait for it.
         slab = torch.arange(self.rows * slabs, device=self.device).view(self.rows, slabs)
         self.table = torch.cat((self.table, slab * self._slab_bytes + memory.data_ptr()), dim=1)
+        self.chunks.append(memory.view(self.dtype).view(self.rows, slabs * self.items_per_slab, self.elements))
 
     def __del__(self) -> None:
         # What has begun ends, and goes at once.

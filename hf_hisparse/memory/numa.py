@@ -33,9 +33,8 @@ def node_of(pci: str, sysfs: Path = Path("/sys")) -> int | None:
     return node if node >= 0 else None
 
 
-@functools.cache
-def gpu_node(index: int) -> int | None:
-    """The NUMA node of a CUDA device, as `node_of`. CUDA must be initialised."""
+def pci_of(index: int) -> str | None:
+    """The PCI address of a CUDA device, or None if the driver does not say. CUDA must be initialised."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -43,7 +42,14 @@ def gpu_node(index: int) -> int | None:
     device, pci = ctypes.c_int(), ctypes.create_string_buffer(32)
     if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetPCIBusId(pci, len(pci), device):
         return None
-    return node_of(pci.value.decode())
+    return pci.value.decode()
+
+
+@functools.cache
+def gpu_node(index: int) -> int | None:
+    """The NUMA node of a CUDA device, as `node_of`. CUDA must be initialised."""
+    pci = pci_of(index)
+    return None if pci is None else node_of(pci)
 
 
 def bind(address: int, nbytes: int, node: int) -> None:
