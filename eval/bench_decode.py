@@ -240,9 +240,9 @@ def timed_allocations() -> Iterator[list[float]]:
     seconds: list[float] = []
     allocate = pinned.allocate
 
-    def timed(nbytes: int, pin: bool) -> Tensor:
+    def timed(nbytes: int, device: torch.device) -> pinned.Region:
         begin = time.perf_counter()
-        memory = allocate(nbytes, pin)
+        memory = allocate(nbytes, device)
         seconds.append(time.perf_counter() - begin)
         return memory
 
@@ -486,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--buffer-size", type=int, help="tokens on the device a KV head")
     parser.add_argument("--page-size", type=int)
     parser.add_argument("--algorithm", default="auto")
-    parser.add_argument("--backend")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument(

@@ -126,8 +126,8 @@ class HierarchicalSparseCache(Cache):
 
     Args:
         model: The model that will use it, a decoder-only transformers model.
-        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, backend, offload: See
-            `HiSparseConfig`.
+        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, backend,
+            offload: See `HiSparseConfig`.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
@@ -196,6 +196,9 @@ class HierarchicalSparseCache(Cache):
             )
         for reason, indices in refused.items():
             logger.warning_once(f"Layers {indices} of {type(model).__name__} stay dense on the device: {reason}.")
+        hierarchical = [layer for layer in layers if isinstance(layer, HierarchicalLayer)]
+        for index, layer in enumerate(hierarchical):
+            layer.coordinator.layers = len(hierarchical) - index
         return layers
 
     @classmethod
@@ -281,7 +284,8 @@ class HierarchicalSparseCache(Cache):
         """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
 
         Raises:
-            ValueError: If the batch, the dtype or device of the model changed, or its maximum position would be passed.
+            ValueError: If the batch, the dtype or device of the model changed, or its maximum position or
+                `max_cache_len` would be passed.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         self.end_forward(failed=True)
@@ -298,6 +302,12 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(
                 f"{length} tokens in the cache and {tokens} new ones pass the model's `max_position_embeddings` of "
                 f"{self._max_length}; use a shorter prompt, fewer `max_new_tokens`, or a model with scaled positions"
+            )
+        longest = self.config.max_cache_len
+        if longest is not None and length + tokens > longest:
+            raise ValueError(
+                f"{length} tokens in the cache and {tokens} new ones pass `max_cache_len={longest}`; use a cache with "
+                "a larger one, a shorter prompt, or fewer `max_new_tokens`"
             )
         parameter = next(decoder.parameters())
         if length and self._parameters not in (None, (parameter.dtype, parameter.device)):

@@ -26,6 +26,9 @@ class HiSparseConfig:
         dense_layers: Indices of layers that stay dense, with their whole KV on the device.
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
+        max_cache_len: The longest history, prompt and new tokens, that will be held. Its host memory is then had when
+            the first tokens come, so that running out is found before anything is generated, and what would pass it is
+            refused. None: memory grows with the history.
         backend: The attention kernels: `"triton"`, `"reference"` (PyTorch, on any device), or `"auto"`: Triton's on a
             CUDA device where they run, otherwise PyTorch.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
@@ -41,11 +44,12 @@ class HiSparseConfig:
     dense_layers: Collection[int] = ()
     sink_tokens: int | None = None
     recent_tokens: int | None = None
+    max_cache_len: int | None = None
     backend: str = "auto"
     offload: bool = True
 
     def __post_init__(self):
-        for name in ("top_k", "buffer_size", "page_size"):
+        for name in ("top_k", "buffer_size", "page_size", "max_cache_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a positive integer, not {value!r}")

@@ -51,7 +51,11 @@ class SparseCoordinator:
         layout: Makes the item layout from the widths of the parts.
         algorithm: Makes the layer's selection method.
         backend: How to attend.
+        max_cache_len: The longest history that will be held; None: any.
     """
+
+    layers = 1
+    """How many layers grow alike, this one and those whose turn comes after it."""
 
     def __init__(
         self,
@@ -61,8 +65,10 @@ class SparseCoordinator:
         layout: Callable[..., ItemLayout],
         algorithm: Callable[[], SparseAlgorithm],
         backend: AttentionBackend,
+        max_cache_len: int | None = None,
     ):
         self.top_k, self.k, self.slots, self.backend = top_k, k, slots, backend
+        self.max_cache_len = max_cache_len or 0
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
@@ -74,6 +80,8 @@ class SparseCoordinator:
         self.batch = self.heads = 0
         self.recent: tuple[Tensor, ...] | None = None
         self.memory: Memory | None = None
+        self._reserved: Memory | None = None
+        """An empty memory for a history that is still dense but may become `max_cache_len` tokens long."""
         self.algorithm: Any = self._make_algorithm()
 
     # ---- the history -------------------------------------------------------------------------------------------------
@@ -112,7 +120,12 @@ class SparseCoordinator:
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
-            self.memory.reserve(self.length + tokens)
+            self._reserve(self.length + tokens)
+
+    def _reserve(self, tokens: int) -> None:
+        # There is room for `max_cache_len` tokens from the beginning, and will never be need for more.
+        if tokens > self.max_cache_len:
+            self.memory.reserve(tokens, self.layers)
 
     def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
         """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
@@ -127,11 +140,13 @@ class SparseCoordinator:
             if self.length + new > self.top_k:
                 self._spill(full, mask)
             else:
+                if self.length == 0 and self.max_cache_len > self.top_k:
+                    self._reserved = self._make_memory(parts, self.layers)
                 self.recent = full
         else:
             starts = first_tokens(mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
-            self.memory.reserve(self.length + new)
+            self._reserve(self.length + new)
             self._store(full, self._aligned(self.length - 1), starts)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
@@ -163,15 +178,25 @@ class SparseCoordinator:
 
     def _spill(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
         """Moves a dense history, given whole, into a new memory."""
-        batch, heads, tokens = parts[0].shape[:3]
-        first = parts[0]
-        starts = first_tokens(mask, batch, first.device)
-        layout = self._make_layout(*(part.shape[-1] for part in parts))
-        args = (batch * heads, layout, first.dtype, first.device)
-        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
-        memory.reserve(tokens)
-        self.batch, self.heads, self.memory, self.recent = batch, heads, memory, None
+        batch, heads = parts[0].shape[:2]
+        starts = first_tokens(mask, batch, parts[0].device)
+        if self._reserved is not None and self._reserved.rows != batch * heads:
+            self._reserved = None
+        memory = self._reserved or self._make_memory(parts, self.layers)
+        self.batch, self.heads, self.memory, self.recent, self._reserved = batch, heads, memory, None, None
         self._store(parts, 0, starts)
+
+    def _make_memory(self, parts: Sequence[Tensor], layers: int) -> Memory:
+        """An empty memory for a history of such parts, with room for them and for `max_cache_len` tokens.
+
+        Raises `MemoryError` if there is none, or not as much again for each of `layers` layers.
+        """
+        batch, heads, tokens = parts[0].shape[:3]
+        layout = self._make_layout(*(part.shape[-1] for part in parts))
+        args = (batch * heads, layout, parts[0].dtype, parts[0].device)
+        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
+        memory.reserve(max(tokens, self.max_cache_len), layers)
+        return memory
 
     def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:
         rows = tuple(part[:, :, start:].flatten(0, 1) for part in parts)
@@ -187,6 +212,8 @@ class SparseCoordinator:
 
     def _drop_memory(self) -> None:
         if self.memory is not None:
+            if self.max_cache_len > self.top_k:
+                self._reserved = self.memory
             self.memory = None
             self.algorithm.forget()
 
@@ -197,7 +224,7 @@ class SparseCoordinator:
         self._check(parts)
         if self.memory is None:
             self._spill(self.history(), None if mask is None else mask[..., :-1])
-        self.memory.reserve(self.length + 1)
+        self._reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2) for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
         self.algorithm.update_representations(rows[0], self.lengths, self.length + 1)
@@ -245,21 +272,27 @@ class SparseCoordinator:
         parts = self.history()
         index = index.to(parts[0].device)
         parts = tuple(part.index_select(0, index) for part in parts)
-        starts = None if self.memory is None else self.starts.view(self.batch, self.heads)[:, 0].index_select(0, index)
+        if self.memory is not None and len(index) != self.batch:
+            # Each layer's old memory goes before the next layer takes a new one.
+            memory: Memory | None = self._make_memory(parts, layers=1)
+        else:
+            memory = self.memory
         self.algorithm.select_batch(index)
-        self.batch = len(index)
-        if self.memory is None:
+        if memory is None:
             self.recent = parts
-            return
-        tokens = torch.arange(self.length, device=parts[0].device)
-        self._drop_memory()
-        self._spill(parts, tokens >= starts.unsqueeze(1))
+        else:
+            starts = self.starts.view(self.batch, self.heads)[:, 0].index_select(0, index)
+            self.memory = memory
+            self.algorithm.forget()
+            self._store(parts, 0, starts)
+        self.batch = len(index)
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: the device buffer and its LRU state, or the dense history, and the representation."""
         held = sum(part.nbytes for part in self.recent) if self.recent is not None else 0
-        return held + self.algorithm.nbytes + (self.memory.device_bytes if self.memory is not None else 0)
+        memory = self.memory or self._reserved
+        return held + self.algorithm.nbytes + (memory.device_bytes if memory is not None else 0)
 
     @property
     def dense_bytes(self) -> int:
@@ -272,4 +305,5 @@ class SparseCoordinator:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
-        return self.memory.host_bytes if self.memory is not None else 0
+        memory = self.memory or self._reserved
+        return memory.host_bytes if memory is not None else 0

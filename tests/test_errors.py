@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from hf_hisparse.algorithms import LightningIndexer, Quest
 from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
-from hf_hisparse.memory import host_store, pinned
+from hf_hisparse.memory import host_store, limits, pinned
 from tests.helpers import DEVICE, GQA, decode, dense_cache, forward, generate, make_model, random_ids, same_bits
 from tests.test_cache_api import state_of, steps
 
@@ -41,6 +43,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "buffer zero": ({"buffer_size": 0}, ["`buffer_size`", "positive integer"]),
     "page zero": ({"page_size": 0}, ["`page_size`", "positive integer"]),
+    "max_cache_len zero": ({"max_cache_len": 0}, ["`max_cache_len`", "positive integer", "0"]),
+    "max_cache_len float": ({"max_cache_len": 1e6}, ["`max_cache_len`", "positive integer", "1000000.0"]),
     "sink negative": ({"sink_tokens": -1}, ["`sink_tokens`", "zero or a positive integer", "-1"]),
     "recent negative": ({"recent_tokens": -1}, ["`recent_tokens`", "zero or a positive integer", "-1"]),
     "unknown algorithm": ({"algorithm": "fastest"}, ["`algorithm`", "'fastest'", "'auto'", "'quest'", "'rabitq'"]),
@@ -251,6 +255,29 @@ def test_scaled_positions_reach_further():
         forward(model, random_ids(1, 1), cache)
 
 
+@pytest.mark.parametrize("longest", [30, 64], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
+def test_a_history_past_the_longest(name, longest):
+    model, options = make_model(name), GQA if name == "llama" else {}
+    cache = HierarchicalSparseCache(model, **options, max_cache_len=longest)
+    with pytest.raises(ValueError, match=f"0 tokens in the cache and {longest + 1} new ones pass `max_cache_len="):
+        forward(model, random_ids(1, longest + 1), cache)
+    assert cache.get_seq_length() == 0 and cache.stats().host_bytes == 0
+    ids = random_ids(2, longest)
+    forward(model, ids[:, :-5], cache)
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r"use a cache with a larger one, a shorter prompt, or fewer `max_new_tokens`"):
+        forward(model, random_ids(2, 6), cache)
+    assert cache.get_seq_length() == longest - 5 and state_of(model) == state
+    other = HierarchicalSparseCache(model, **options)
+    forward(model, ids[:, :-5], other)
+    assert same_bits(steps(model, ids[:, -5:], cache), steps(model, ids[:, -5:], other))
+    with pytest.raises(
+        ValueError, match=f"{longest} tokens in the cache and 1 new ones pass `max_cache_len={longest}`"
+    ):
+        forward(model, ids[:, :1], cache)
+
+
 MASKS = {
     "right": lambda mask: mask[1, -3:].zero_(),
     "hole": lambda mask: mask[1, 30:33].zero_(),
@@ -335,15 +362,18 @@ def test_a_history_of_latents_that_a_patched_model_would_expand():
 # ---- no memory -------------------------------------------------------------------------------------------------------
 
 
-def fails_at(monkeypatch: pytest.MonkeyPatch, call: int) -> list[int]:
-    """Lets `call` allocations of host memory pass, and none after."""
+def fails_at(monkeypatch: pytest.MonkeyPatch, call: int, regions: weakref.WeakSet | None = None) -> list[int]:
+    """Lets `call` allocations of host memory pass, and none after. Returns their sizes; they go into `regions`."""
     allocate, made = pinned.allocate, []
 
-    def limited(nbytes: int, pin: bool) -> Tensor:
+    def limited(nbytes: int, device: torch.device) -> pinned.Region:
         if len(made) == call:
             raise MemoryError(f"no {nbytes} bytes of host memory")
         made.append(nbytes)
-        return allocate(nbytes, pin)
+        region = allocate(nbytes, device)
+        if regions is not None:
+            regions.add(region)
+        return region
 
     monkeypatch.setattr(pinned, "allocate", limited)
     return made
@@ -394,6 +424,119 @@ def test_no_memory_for_a_history_to_grow(kept, monkeypatch, new):
         length = kept.cache.get_seq_length()
     assert length >= 60
     kept.cache.crop(60 - length)
+    kept.intact()
+
+
+FOUR_LAYERS = {
+    "llama": ({"num_hidden_layers": 4}, GQA, 4 << 18),
+    # A slab is 2048 items of 48 float32.
+    "deepseek_v32": ({}, {}, 2 * 2048 * 192),
+}
+"""Models, options, and the bytes of a slab for each row of two sequences, all that a short prompt needs in a layer."""
+
+
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.parametrize("longest", [None, 200])
+def test_a_prompt_that_does_not_fit_is_refused_before_any_of_it_is_held(monkeypatch, name, longest):
+    """Where there is memory for three layers of four."""
+    overrides, options, layer = FOUR_LAYERS[name]
+    model, ids = make_model(name, **overrides), random_ids(2, 60)
+    cache = HierarchicalSparseCache(model, **options, max_cache_len=longest)
+    made, state = fails_at(monkeypatch, 4), state_of(model)
+    monkeypatch.setattr(limits, "available", lambda: 3 * layer + 1000)
+    with pytest.raises(MemoryError) as error:
+        forward(model, ids, cache)
+    for words in (
+        f"{4 * layer / 2**20:.0f} MiB of host memory for the KV history of 4 layers",
+        f"{3 * layer / 2**20:.0f} MiB are available",
+        "use a smaller batch or a shorter context",
+        "0 are held and intact",
+    ):
+        assert words in str(error.value)
+    assert made == [] and state_of(model) == state
+    assert cache.get_seq_length() == cache.stats().host_bytes == cache.stats().device_bytes == 0
+    monkeypatch.setattr(limits, "available", lambda: 4 * layer)
+    forward(model, ids, cache)
+    assert made == [layer] * 4 and cache.stats().host_bytes == 4 * layer
+
+
+def test_a_history_that_does_not_fit_any_more_has_grown_in_no_layer(monkeypatch):
+    model = make_model("llama", num_hidden_layers=4)
+    cache, ids = HierarchicalSparseCache(model, **GQA), random_ids(2, 60)
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 4096)
+    forward(model, ids, cache)
+    held = cache.stats().host_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        made = fails_at(patch, 0)
+        patch.setattr(limits, "available", lambda: 10 * 4096)
+        with pytest.raises(MemoryError, match="KV history of 4 layers"):
+            forward(model, random_ids(2, 30), cache)
+        assert made == [] and cache.stats().host_bytes == held and cache.get_seq_length() == 60
+    other = HierarchicalSparseCache(model, **GQA)
+    forward(model, ids, other)
+    assert same_bits(steps(model, ids[:, :9], cache), steps(model, ids[:, :9], other))
+
+
+@pytest.mark.parametrize("prompt", [20, 60], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
+def test_the_longest_history_has_its_memory_from_the_beginning(monkeypatch, name, prompt):
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 256)
+    model, options = make_model(name), GQA if name == "llama" else {}
+    ids, grown = random_ids(2, 100), HierarchicalSparseCache(model, **options)
+    expected = decode(model, ids, grown, prompt)
+    grown.crop(-80)
+    again = steps(model, ids[:, 20:], grown)
+    layers = len(model.model.layers)
+    made = fails_at(monkeypatch, layers)
+    cache = HierarchicalSparseCache(model, **options, max_cache_len=100)
+    first = forward(model, ids[:, :prompt], cache)[:, -1:]
+    held = cache.stats().host_bytes
+    assert len(made) == layers and sum(made) == held
+    used = 2 * 100 * (2 * 2 * 16 if name == "llama" else 48) * 4 * layers
+    assert used <= held < used + layers * 4 * 512
+    assert same_bits(torch.cat((first, steps(model, ids[:, prompt:], cache)), dim=1), expected)
+    # Back to a dense history, and again: the memory stays, and what it held before leaves no trace.
+    cache.crop(-80)
+    assert same_bits(steps(model, ids[:, 20:], cache), again)
+    assert len(made) == layers and cache.stats().host_bytes == held
+    cache.reset()
+    assert cache.stats().host_bytes == 0
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+@pytest.mark.parametrize("prompt", [20, 60], ids=["dense", "sparse"])
+def test_no_memory_for_the_longest_history(prompt, call):
+    model, ids = make_model("llama", num_hidden_layers=4), random_ids(2, 60)
+    cache = HierarchicalSparseCache(model, **GQA, max_cache_len=100)
+    regions: weakref.WeakSet[pinned.Region] = weakref.WeakSet()
+    with pytest.MonkeyPatch.context() as patch:
+        made = fails_at(patch, call, regions)
+        with pytest.raises(MemoryError, match="held and intact"):
+            forward(model, ids[:, :prompt], cache)
+        assert len(made) == call
+    assert cache.get_seq_length() == cache.stats().host_bytes == 0
+    gc.collect()
+    assert not regions
+    expected = decode(model, ids, HierarchicalSparseCache(model, **GQA), prompt)
+    assert same_bits(decode(model, ids, cache, prompt), expected)
+
+
+@pytest.mark.parametrize("longest", [None, 100])
+def test_no_memory_for_another_batch(kept, longest):
+    """The history of a layer that cannot change its batch is as it was; one of the same size needs no memory."""
+    kept.options = kept.options | {"max_cache_len": longest}
+    kept.cache = kept.fresh()
+    coordinator = kept.cache.layers[0].coordinator
+    before = [part.clone() for part in coordinator.history()]
+    memory = coordinator.memory
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(patch, 0)
+        kept.cache.reorder_cache(torch.tensor([1, 0]))
+        assert coordinator.memory is memory
+        kept.cache.reorder_cache(torch.tensor([1, 0]))
+        with pytest.raises(MemoryError, match="held and intact"):
+            kept.cache.batch_repeat_interleave(2)
+    assert all(torch.equal(*pair) for pair in zip(coordinator.history(), before, strict=True))
     kept.intact()
 
 

@@ -71,7 +71,7 @@ def test_bench_decode(tmp_path, capsys):
 def test_bench_decode_without_memory(tmp_path, monkeypatch):
     """A row that says so, and the others after it."""
 
-    def none(size: int, pin: bool) -> None:
+    def none(size: int, device: object) -> None:
         raise MemoryError(f"no {size} bytes")
 
     monkeypatch.setattr(pinned, "allocate", none)

@@ -88,7 +88,7 @@ class State:
         self.case, self.device = case, device
         slabs = -(-case.items // case.items_per_slab)
         slab_bytes = case.items_per_slab * case.item_bytes
-        self.history = pinned.allocate(case.rows * slabs * slab_bytes + case.misalign, device != "cpu")
+        self.history = pinned.allocate(case.rows * slabs * slab_bytes + case.misalign, torch.device(device)).tensor()
         generator = torch.Generator().manual_seed(seed)
         self.history.copy_(torch.randint(256, self.history.shape, dtype=BYTE, generator=generator))
         # Slabs lie in any order.

@@ -25,8 +25,12 @@ class Memory(ABC):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 
     @abstractmethod
-    def reserve(self, tokens: int) -> None:
-        """Makes room for a history of `tokens` tokens. Raises `MemoryError`, with nothing changed, if there is none."""
+    def reserve(self, tokens: int, layers: int = 1) -> None:
+        """Makes room for a history of `tokens` tokens.
+
+        Raises `MemoryError`, with nothing lost, if there is none, or not as much again in host memory for each of
+        `layers` layers.
+        """
 
     @abstractmethod
     def write(self, parts: Sequence[Tensor], start: int) -> None:

@@ -26,8 +26,8 @@ class HierarchicalMemory(Memory):
         self.store = HostStore(rows, layout.elements, dtype, device)
         self.buffer = DeviceBuffer(rows, slots, layout, self.store)
 
-    def reserve(self, tokens: int) -> None:
-        self.store.reserve(self.layout.items(tokens))
+    def reserve(self, tokens: int, layers: int = 1) -> None:
+        self.store.reserve(self.layout.items(tokens), layers)
         self.buffer.reserve()
 
     def write(self, parts: Sequence[Tensor], start: int) -> None:

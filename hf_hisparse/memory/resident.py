@@ -17,7 +17,7 @@ class ResidentMemory(Memory):
         super().__init__(*args, **kwargs)
         self.buffer = torch.zeros(self.rows, 0, self.layout.elements, dtype=self.dtype, device=self.device)
 
-    def reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int, layers: int = 1) -> None:
         items = self.layout.items(tokens)
         held = self.buffer.shape[1]
         if items > held:

@@ -121,7 +121,9 @@ class AttentionPatch:
         page_size = method.page_size
         k, slots = config.resolve(page_size, top_k, method.kept_items)
         layout = partial(ItemLayout.page_head, page_size)
-        return SparseCoordinator(top_k, k, slots if config.offload else None, layout, algorithm, backend)
+        return SparseCoordinator(
+            top_k, k, slots if config.offload else None, layout, algorithm, backend, config.max_cache_len
+        )
 
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 

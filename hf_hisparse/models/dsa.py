@@ -114,7 +114,13 @@ class LatentPatch(AttentionPatch):
             raise ValueError(f"`page_size={config.page_size}`: the model selects single tokens; leave `page_size` out")
         k, slots = config.resolve(1, native, 0)
         return SparseCoordinator(
-            native, k, slots if config.offload else None, ItemLayout.token, LightningIndexer, backend
+            native,
+            k,
+            slots if config.offload else None,
+            ItemLayout.token,
+            LightningIndexer,
+            backend,
+            config.max_cache_len,
         )
 
     def _enter(self, coordinator: SparseCoordinator) -> None:
