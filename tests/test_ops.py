@@ -108,7 +108,7 @@ class Both:
         slabs = -(-items // items_per_slab)
         # Slabs lie anywhere, in any order, and belong to whichever row.
         nbytes = rows * slabs * items_per_slab * elements * dtype.itemsize
-        self.slab = pinned.allocate(nbytes, DEVICE.type == "cuda").view(dtype).view(-1, items_per_slab, elements)
+        self.slab = pinned.allocate(nbytes, DEVICE).tensor().view(dtype).view(-1, items_per_slab, elements)
         self.where = self.rng.permutation(rows * slabs).reshape(rows, slabs)
         self.table = torch.tensor([[self.slab[i].data_ptr() for i in row] for row in self.where], device=DEVICE)
         self.slow = [SlowRow(items, slots, elements) for _ in range(rows)]
