@@ -253,6 +253,11 @@ __device__ __forceinline__ void plan(
         }
         rank += __popc(missed[i]);
     }
+    if (per_row == 0) {
+        // Bytes can be under way before it is known where they go.
+        __syncthreads();
+        if (thread == threads - 1) post_release(row.progress + 1, misses + 1);
+    }
     oldest = __reduce_min_sync(kAll, held ? scratch.oldest[lane] : 0x7fffffff);
     unsigned low = 0;  // What is searched lies at oldest + low and above.
     int shift = max(0, 32 - __clz(now - oldest) - kBinBits);
@@ -264,8 +269,6 @@ __device__ __forceinline__ void plan(
     };
     count_ages();
     __syncthreads();
-    // Bytes can be under way before it is known where they go.
-    if (per_row == 0 && thread == threads - 1) post_release(row.progress + 1, misses + 1);
 
     // ---- the victims: all slots older than a threshold, and `need` of those at it ----
     int need = misses;
@@ -411,18 +414,26 @@ __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, 
         }
         pending = nullptr;
     };
+    // A row's lists are read by all warps; the last to have read makes its progress zero again. Nothing waits to learn who.
+    // Every warp reads every row's progress; the last to have read makes it zero again, once it is known which that is.
+    int *read = nullptr, readers = 0;
+    const auto settle = [&]() {
+        if (read != nullptr && readers == warps - 1) {
+            post(read, 0);
+            post(read + 1, 0);
+        }
+        read = nullptr;
+    };
     int turn = warp;  // Warps take turns of 32 pieces, over all rows, so that each has as many as any other.
     for (int first = 0; first < rows; first += 32) {
-        // A lane a row: how much its planner missed. The last warp to have read that makes it zero again.
+        // A lane a row: how much its planner missed.
         int count = 0;
+        settle();
         if (first + lane < rows) {
-            int* const progress = row_at(first + lane).progress;
-            do count = peek_acquire(progress + 1);
+            read = row_at(first + lane).progress;
+            do count = peek_acquire(read + 1);
             while (count == 0);
-            if (atomicAdd(progress, 1) == warps - 1) {
-                post(progress, 0);
-                post(progress + 1, 0);
-            }
+            readers = atomicAdd(read, 1);
             count = (count - 1) * pieces.count;
         }
         __syncwarp();
@@ -464,6 +475,7 @@ __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, 
         }
         turn -= (total + 31) / 32;
     }
+    settle();
     complete();
     mover.finish();
 }
