@@ -414,7 +414,6 @@ __device__ __forceinline__ void copy_listed(RowAt row_at, const Pieces& pieces, 
         }
         pending = nullptr;
     };
-    // A row's lists are read by all warps; the last to have read makes its progress zero again. Nothing waits to learn who.
     // Every warp reads every row's progress; the last to have read makes it zero again, once it is known which that is.
     int *read = nullptr, readers = 0;
     const auto settle = [&]() {
