@@ -133,7 +133,9 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `+` where sources differ from it; outside a checkout what `HISPARSE_COMMIT` says."""
+    """What `HISPARSE_COMMIT` says; otherwise the checkout's commit, with `+` where sources differ from it."""
+    if said := os.environ.get("HISPARSE_COMMIT"):
+        return said
     git = ["git", "-C", str(Path(__file__).parent.parent)]
     sources = ["hf_hisparse", "csrc", "examples", "eval", ":!eval/results"]
     try:
@@ -142,5 +144,5 @@ def _commit() -> str | None:
             [*git, "status", "--porcelain", "-uno", "--", *sources], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("HISPARSE_COMMIT")
+        return None
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
