@@ -21,6 +21,10 @@ class HiSparseConfig:
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
         backend: Name of the attention backend. None: the fastest one that the device has.
+        max_cache_len: The longest history, prompt and new tokens together, that the cache will hold. Makes every shape
+            of the decode step constant, which a CUDA graph needs. None: the history grows as it comes.
+        cuda_graph: Where `max_cache_len` is given, on a CUDA device, decode steps are captured in a CUDA graph and
+            replayed. False: never.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
 
     Raises:
@@ -35,10 +39,12 @@ class HiSparseConfig:
     sink_tokens: int | None = None
     recent_tokens: int | None = None
     backend: str | None = None
+    max_cache_len: int | None = None
+    cuda_graph: bool = True
     offload: bool = True
 
     def __post_init__(self):
-        for name in ("top_k", "buffer_size", "page_size"):
+        for name in ("top_k", "buffer_size", "page_size", "max_cache_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a positive integer, not {value!r}")

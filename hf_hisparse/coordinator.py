@@ -51,6 +51,8 @@ class SparseCoordinator:
         layout: Makes the item layout from the widths of the parts.
         algorithm: Makes the layer's selection method.
         backend: How to attend.
+        capacity: Tokens that there is room for as soon as the history goes to a memory. Up to there no tensor of a
+            decode step moves or changes its shape. None: room for the present length, which grows.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class SparseCoordinator:
         layout: Callable[..., ItemLayout],
         algorithm: Callable[[], SparseAlgorithm],
         backend: AttentionBackend,
+        capacity: int | None = None,
     ):
-        self.top_k, self.k, self.slots, self.backend = top_k, k, slots, backend
+        self.top_k, self.k, self.slots, self.backend, self.capacity = top_k, k, slots, backend, capacity
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
@@ -109,10 +112,20 @@ class SparseCoordinator:
         """Whether `tokens` more tokens are attended to densely: a prompt or a chunk of one, or a short history."""
         return tokens > 1 or self.length + tokens <= self.top_k
 
+    def decodes(self, tokens: int) -> bool:
+        """Whether `tokens` more are one that attends to a selection from the memory. The device takes such a step
+        alone: all that it asks of the host is to be counted (`advance`)."""
+        return tokens == 1 and self.memory is not None
+
+    def _room(self, tokens: int) -> int:
+        return max(tokens, self.capacity or 0)
+
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
-            self.memory.reserve(self.length + tokens)
+            room = self._room(self.length + tokens)
+            self.memory.reserve(room)
+            self.algorithm.reserve(room)
 
     def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
         """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
@@ -131,7 +144,7 @@ class SparseCoordinator:
         else:
             starts = first_tokens(mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
-            self.memory.reserve(self.length + new)
+            self.reserve(new)
             self._store(full, self._aligned(self.length - 1), starts)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
@@ -169,14 +182,17 @@ class SparseCoordinator:
         layout = self._make_layout(*(part.shape[-1] for part in parts))
         args = (batch * heads, layout, first.dtype, first.device)
         memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
-        memory.reserve(tokens)
+        memory.reserve(self._room(tokens))
         self.batch, self.heads, self.memory, self.recent = batch, heads, memory, None
+        self.starts = torch.zeros(batch * heads, dtype=torch.int64, device=first.device)
+        self.lengths = torch.zeros_like(self.starts)
         self._store(parts, 0, starts)
+        self.algorithm.reserve(self._room(tokens))
 
     def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:
         rows = tuple(part[:, :, start:].flatten(0, 1) for part in parts)
-        self.starts = starts.repeat_interleave(self.heads)
-        self.lengths = torch.full_like(self.starts, parts[0].shape[2])
+        self.starts.copy_(starts.repeat_interleave(self.heads))
+        self.lengths.fill_(parts[0].shape[2])
         self.memory.write(rows, start)
         self.algorithm.construct_representations(rows[0], start, self.starts)
 
@@ -197,16 +213,25 @@ class SparseCoordinator:
         self._check(parts)
         if self.memory is None:
             self._spill(self.history(), None if mask is None else mask[..., :-1])
-        self.memory.reserve(self.length + 1)
+        self.reserve(1)
         rows = [part.detach().flatten(0, 2) for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
-        self.algorithm.update_representations(rows[0], self.lengths, self.length + 1)
-        self.length += 1
+        self.algorithm.update_representations(rows[0], self.lengths)
         self.lengths += 1
+        self.advance()
+
+    def advance(self) -> None:
+        """What a decode step changes on the host: everything that a graph, replayed, does not do."""
+        self.length += 1
+
+    def visible(self) -> Tensor:
+        """What a new token that is yet to be appended may attend to, itself included: `[rows, tokens]` bool."""
+        position = torch.arange(self._room(self.length + 1), device=self.memory.device)
+        return (position >= self.starts.unsqueeze(1)) & (position <= self.lengths.unsqueeze(1))
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
-        items = self.memory.layout.items(self.length)
+        items = self.memory.layout.items(self._room(self.length))
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
@@ -235,7 +260,6 @@ class SparseCoordinator:
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)
             self.algorithm.construct_representations(keys, start, self.starts)
-        self.algorithm.truncate(length)
         self.length = length
 
     def select_batch(self, index: Tensor) -> None:

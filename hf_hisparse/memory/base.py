@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import count
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,11 @@ class Memory(ABC):
         device: Where attention runs.
     """
 
+    _serials: ClassVar[count] = count()
+
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device):
+        self.serial = next(self._serials)
+        """No two memories have the same one."""
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 
     @abstractmethod
