@@ -1,8 +1,8 @@
 """Decode steps of constant shape, and their capture in a CUDA graph.
 
-Without a GPU, two things stand for capture. `Watch` sees every operation of a step, and fails on those that read a tensor
-back. `Rerun` records a step and runs it again on the same inputs, with the host's counts as they were when it was recorded,
-so that a number that the step should have read on the device, and took from the host, is wrong.
+Without a GPU, two things stand for capture. `Watch` sees every operation of a step, and fails on those that read a
+tensor back. `Rerun` records a step and runs it again on the same inputs, with the host's counts as they were when it
+was recorded, so that a number that the step should have read on the device, and took from the host, is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import gc
 import inspect
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hisparse import HierarchicalSparseCache, patch_model, unpatch_model
+from hf_hisparse import HierarchicalSparseCache, graph, patch_model, unpatch_model
 from hf_hisparse.algorithms import KeyScoring, LightningIndexer
 from hf_hisparse.algorithms.base import Representations, best_ids, softmax_mass
 from hf_hisparse.coordinator import SparseCoordinator
@@ -41,6 +42,8 @@ from tests.helpers import (
 )
 
 
+# Newer transformers call the cache's argument `cache`; both names must work.
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 gpu = pytest.mark.gpu
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = METHODS | {
@@ -515,12 +518,10 @@ def test_a_copy_of_a_cache_captures_for_itself(tiny):
     model = tiny("llama")
     caches = twins(model, "llama-rabitq")
     follow(model, caches, 3)
-    copied = copy.deepcopy(caches[0])
+    copied, again = copy.deepcopy(caches)
     assert copied.graphed is not caches[0].graphed and copied.graphed.replayed == 0
     follow(model, caches, 3)
     copied.graphed = GraphedForward(Rerun(copied))
-    again = copy.deepcopy(caches[1])
-    again.crop(-3)
     follow(model, (copied, again), 3)
 
 
@@ -528,10 +529,7 @@ def test_a_cache_goes_when_it_is_dropped(tiny):
     model = tiny("llama")
     cache, _ = twins(model, "llama-rabitq")
     cache.graphed.recorder.cache = None
-    for t in range(1):
-        step(model, random_ids(2, 1, seed=t), cache)
-    import weakref
-
+    step(model, random_ids(2, 1), cache)
     gone = weakref.ref(cache)
     gc.collect()
     gc.disable()
@@ -550,8 +548,6 @@ def warned(caplog, monkeypatch):
     """The reasons warned of so far."""
     logger = logging.getLogger("transformers")
     monkeypatch.setattr(logger, "propagate", True)
-    from hf_hisparse import graph
-
     graph.logger.warning_once.cache_clear()
 
     def reasons() -> list[str]:
@@ -661,6 +657,9 @@ def test_an_error_in_a_replay_loses_no_history(tiny, kind, error):
         step(model, random_ids(2, 1), caches[0])
     caches[0].graphed._replay = replay
     assert caches[0].get_seq_length() == 123
+    # What is taken back is represented anew, which rounds in another order than token by token.
+    for coordinator in coordinators(caches[1]):
+        coordinator.crop(0)
     follow(model, caches, 3)
 
 
@@ -743,10 +742,10 @@ def warm(kind: str, steps: int) -> tuple[nn.Module, HierarchicalSparseCache]:
 
 @gpu
 @GPU_MODELS
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_a_step_does_not_synchronise(kind, graph):
+@pytest.mark.parametrize("replayed", [True, False], ids=["graph", "eager"])
+def test_a_step_does_not_synchronise(kind, replayed):
     model, cache = warm(kind, 3)
-    if not graph:
+    if not replayed:
         cache.graphed = None
     tokens = [random_ids(2, 1, seed=t).cuda() for t in range(10)]
     positions = [torch.full((2, 1), 123 + t).cuda() for t in range(10)]
@@ -758,7 +757,7 @@ def test_a_step_does_not_synchronise(kind, graph):
                 model(token, position_ids=position, past_key_values=cache, use_cache=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert cache.get_seq_length() == 133 and (not graph or cache.graphed.replayed == 12)
+    assert cache.get_seq_length() == 133 and (not replayed or cache.graphed.replayed == 12)
 
 
 @gpu
