@@ -348,6 +348,10 @@ class HierarchicalSparseCache(Cache):
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         return bool(coordinators) and all(coordinator.decodes(tokens) for coordinator in coordinators)
 
+    def replays(self, tokens: int, device: torch.device) -> bool:
+        """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
+        return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
+
     @property
     def has_other_layers(self) -> bool:
         """Whether there are layers of transformers' own."""

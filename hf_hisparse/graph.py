@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from operator import is_, itemgetter
@@ -46,8 +47,8 @@ class Stepping(Protocol):
 
     def end_forward(self, failed: bool) -> None: ...
 
-    def decodes(self, tokens: int) -> bool:
-        """Whether a forward of so many new tokens is a decode step, which the device takes alone."""
+    def replays(self, tokens: int, device: torch.device) -> bool:
+        """Whether a forward of so many new tokens on a device is a decode step, which the device takes alone."""
 
     def layout(self) -> Hashable:
         """Equal for as long as the buffers of a decode step lie where they are. Raises `Uncapturable` if they move."""
@@ -69,41 +70,77 @@ class Recorder:
 
     @contextlib.contextmanager
     def _aside(self, device: torch.device) -> Iterator[torch.cuda.Stream]:
+        """The stream of its own, behind what the current one does, which waits for it in turn."""
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         self._stream.wait_stream(current)
-        with torch.cuda.device(device):
-            yield self._stream
+        try:
+            with torch.cuda.device(device):
+                yield self._stream
+        finally:
+            # A capture that fails leaves its stream the current one.
+            torch.cuda.set_stream(current)
         current.wait_stream(self._stream)
 
-    def warm_up(self, function: Callable[[], Any], device: torch.device) -> Any:
-        """Runs a function where it will be captured, so that what is made at first use is there. Returns its result."""
-        with self._aside(device) as stream, torch.cuda.stream(stream):
-            # The result outlives the stream's turn; a copy of it belongs to the caller's stream.
+    def warm_up(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
+        """Runs a function where it will be captured, so that what is made at first use is there.
+
+        Returns:
+            Its result, and where it waited for the device, which a capture forbids; None if it did not.
+        """
+        with self._aside(device) as stream, torch.cuda.stream(stream), waits() as found:
             result = function()
-        return convert(result, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        # The caller's stream has a copy of its own: the result is freed on the one that it was made on.
+        return convert(result, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf), next(iter(found), None)
 
     def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Captures a function. Returns what replays it, and its result, which every replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
-        with self._aside(device) as stream:
-            try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    # Garbage may hold pinned memory, whose release waits for the device, which a capture forbids.
-                    gc.disable()
-                    result = function()
-            finally:
-                if collecting:
-                    gc.enable()
+        # Garbage may hold pinned memory, whose release waits for the device.
+        gc.disable()
+        try:
+            with (
+                self._aside(device) as stream,
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except BaseException:
+            # PyTorch's generator would go on as if captured, and refuse to draw. A copy of it does not.
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            if collecting:
+                gc.enable()
         return graph.replay, result
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """Lists the places at which the host waits for a CUDA device within it, as far as PyTorch notices."""
+    found: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode(max(mode, 1))
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            found.append(f"the host waits for the device at {warning.filename}:{warning.lineno}")
+        elif "Synchronization debug mode" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class GraphedForward:
     """Runs the decode steps of one cache, as a graph where it can.
 
-    The first step of every key runs eagerly, on the stream that the second is captured on.
+    The first step of every key runs eagerly, on the stream that the second is captured on. If it waits for the device,
+    so does a second one, and if that waits too, which no graph can, so do all.
 
     Args:
         recorder: What captures and replays.
@@ -125,6 +162,7 @@ class GraphedForward:
         self._replay: Callable[[], None] | None = None
         self._inputs: dict[str, Tensor] = {}
         self._output: Any = None
+        self._warm_ups = 0
         self._failed = False
 
     def __call__(self, cache: Any, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -132,11 +170,7 @@ class GraphedForward:
         try:
             given = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs if args else kwargs
             tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-            if (
-                not isinstance(tokens, Tensor)
-                or tokens.device.type != self.recorder.device_type
-                or not cache.decodes(tokens.shape[1])
-            ):
+            if not isinstance(tokens, Tensor) or not cache.replays(tokens.shape[1], tokens.device):
                 return forward(*args, **kwargs)
             inputs, settings = separate(given)
             key = (
@@ -148,8 +182,15 @@ class GraphedForward:
             if key != self._key or not self._snapshot.holds(model):
                 self._drop()
                 self._snapshot = Snapshot(model, tokens.device)
-                self._key = key
-                return self.recorder.warm_up(lambda: forward(*args, **kwargs), tokens.device)
+                self._key, self._warm_ups = key, 2
+            if self._warm_ups:
+                result, reason = self.recorder.warm_up(lambda: forward(*args, **kwargs), tokens.device)
+                self._warm_ups -= 1
+                if reason is None:
+                    self._warm_ups = 0
+                elif not self._warm_ups:
+                    self._give_up(reason)
+                return result
             if self._failed:
                 return forward(*args, **kwargs)
         except Uncapturable as reason:
@@ -196,8 +237,13 @@ class GraphedForward:
             self._replay, self._output = self.recorder.record(step, device)
             self.captured += 1
         except Exception as error:  # Whatever a model does that cannot be captured, it can be run.
-            self._failed = True
-            self._warn(f"{type(error).__name__}: {error}")
+            # Where a capture fails, PyTorch raises that it did, in the course of which.
+            cause = error.__context__ or error
+            self._give_up(f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        self._warn(reason)
 
     @staticmethod
     def _warn(reason: Any) -> None:

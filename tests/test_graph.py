@@ -8,9 +8,11 @@ was recorded, so that a number that the step should have read on the device, and
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +60,19 @@ def kind(request) -> str:
     return request.param
 
 
+def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose experts, where it has some, are multiplied as they are in a decode step on a GPU."""
+    model: Any = make_model(name, dtype)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Callable[[str], Any]:
+    """`model_of`, once a name. Leave it as it was."""
+    return functools.cache(model_of)
+
+
 def tensors_of(cache: HierarchicalSparseCache) -> list[Tensor]:
     """Every tensor that a cache holds, on the device and on the host."""
     ours = (SparseCoordinator, Memory, DeviceBuffer, HostStore, KeyScoring, LightningIndexer, Representations)
@@ -91,8 +106,8 @@ class Rerun:
         self.cache = cache
         self.fail: Exception | None = None
 
-    def warm_up(self, function: Callable[[], Any], device: torch.device) -> Any:
-        return function()
+    def warm_up(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
+        return function(), None
 
     def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         if self.fail is not None:
@@ -253,7 +268,7 @@ def watched(model: nn.Module, cache: HierarchicalSparseCache, ids: Tensor, mask:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_a_step_reads_nothing_back_and_is_the_same_list_of_operations(kind, padded, attention):
     name, options = MODELS[kind]
-    model = make_model(name)
+    model = model_of(name)
     model.set_attn_implementation(attention)
     ids, mask = random_ids(3, 260), left_padding(3, 260) if padded else None
     cache = HierarchicalSparseCache(model, **options, max_cache_len=300)
@@ -692,17 +707,34 @@ def test_a_forward_that_was_replaced_before_is_kept():
     assert model.forward is replaced
 
 
-def test_experts_are_multiplied_in_groups_while_a_step_may_be_captured():
-    model = make_model("deepseek_v32")
-    model.set_experts_implementation("eager")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_are_multiplied_at_once_in_a_step_that_may_be_captured(implementation):
+    model: Any = make_model("deepseek_v32")
+    model.set_experts_implementation(implementation)
     ids, seen = random_ids(2, 60), []
     experts = next(module for module in model.modules() if hasattr(module, "_apply_gate"))
-    experts.register_forward_pre_hook(lambda module, args: seen.append(module.config._experts_implementation))
-    generate(model, ids, HierarchicalSparseCache(model), 3)
-    assert set(seen) == {"eager"}
-    seen.clear()
+    forward = type(experts).forward
+
+    def recording(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(experts.config._experts_implementation)
+        return forward(experts, *args, **kwargs)
+
+    experts.forward = recording
     generate(model, ids, HierarchicalSparseCache(model, max_cache_len=300), 3)
-    assert set(seen) == {"grouped_mm"} and model.config._experts_implementation == "eager"
+    assert seen == [implementation] * 3
+    seen.clear()
+    generate(model, ids, graphed(model, {}), 4)
+    # A prompt, a step that is run, one that is recorded and run, and one that is run.
+    assert seen == [implementation] + ["batched_mm"] * 4
+    assert model.config._experts_implementation == implementation
+    seen.clear()
+    forward_of = experts.forward
+    experts.forward = lambda *args, **kwargs: 1 / 0
+    cache = graphed(model, {})
+    with pytest.raises(ZeroDivisionError):
+        generate(model, ids, cache, 3)
+    experts.forward = forward_of
+    assert model.config._experts_implementation == implementation
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -711,8 +743,8 @@ def test_experts_are_multiplied_in_groups_while_a_step_may_be_captured():
 GPU_MODELS = pytest.mark.parametrize("kind", ["llama-rabitq", "llama-quest", "deepseek", "glm"])
 
 
-def on_gpu(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return make_model(MODELS[kind][0], dtype).cuda()
+def on_gpu(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    return model_of(MODELS[kind][0], dtype).cuda()
 
 
 @gpu
@@ -807,4 +839,42 @@ def test_a_step_that_waits_for_the_device_runs_eagerly(warned):
     found = generate(model, ids, cache, 20)
     expected = generate(model, ids, HierarchicalSparseCache(model, **MODELS["llama-rabitq"][1]), 20)
     assert torch.equal(found.sequences, expected.sequences)
-    assert cache.graphed.captured == 0 and len(warned()) == 1
+    assert cache.graphed.captured == 0
+    (reason,) = warned()
+    assert "the host waits for the device at" in reason and "test_graph.py" in reason
+
+
+@gpu
+def test_a_capture_that_fails_leaves_everything_as_it_was(warned, monkeypatch):
+    """What PyTorch does not notice beforehand: the capture is under way when it is refused."""
+    model: Any = on_gpu("llama-rabitq")
+    layer = model.model.layers[1].mlp
+    original = layer.forward
+
+    def waiting(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        return original(x)
+
+    layer.forward = waiting
+    stream, ids = torch.cuda.current_stream(), random_ids(2, 120).cuda()
+    sequences = []
+    for options in ({}, {"cuda_graph": False}):
+        cache = HierarchicalSparseCache(model, **MODELS["llama-rabitq"][1], max_cache_len=300, **options)
+        torch.manual_seed(3)
+        sequences.append(generate(model, ids, cache, 20, do_sample=True).sequences)
+        assert torch.cuda.current_stream() == stream
+    assert torch.equal(*sequences) and len(warned()) == 1
+    # And the next model captures.
+    layer.forward = original
+    cache = HierarchicalSparseCache(model, **MODELS["llama-rabitq"][1], max_cache_len=300)
+    generate(model, ids, cache, 20)
+    assert cache.graphed.replayed == 18
+
+
+@gpu
+def test_warnings_of_the_warm_up_are_passed_on():
+    with pytest.warns(UserWarning, match="of another kind"), graph.waits() as found:
+        torch.ones(1, device="cuda").item()
+        warnings.warn("of another kind", stacklevel=1)
+    assert len(found) == 1 and torch.cuda.get_sync_debug_mode() == 0

@@ -42,7 +42,7 @@ class ModelPatch:
             else:
                 self.refusals[module.layer_idx] = reason
         self._experts = experts_configs(decoder)
-        self._switched: list[Any] = []
+        self._switched: list[tuple[Any, str]] = []
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -68,7 +68,7 @@ class ModelPatch:
             return None
         batch, tokens = inputs.shape[:2]
         cache.begin_forward(decoder, batch, tokens)
-        if cache.config.max_cache_len is not None:
+        if cache.replays(tokens, inputs.device):
             self._switch()
         mask = kwargs.get("attention_mask", ())
         if (
@@ -83,15 +83,19 @@ class ModelPatch:
         return args, kwargs
 
     def _switch(self) -> None:
-        """Has experts multiplied in groups where they would be one by one, by the numbers that the host reads."""
+        """Has every token multiplied by its experts at once, as `generate` does when it decodes on a GPU.
+
+        One expert after the other, or in groups where PyTorch has no kernel for that, the host reads which are chosen.
+        """
         for config in self._experts:
-            if config._experts_implementation == "eager":
-                config._experts_implementation_internal = "grouped_mm"
-                self._switched.append(config)
+            if config._experts_implementation in ("eager", "grouped_mm"):
+                self._switched.append((config, config._experts_implementation))
+                config._experts_implementation_internal = "batched_mm"
 
     def _switch_back(self) -> None:
         while self._switched:
-            self._switched.pop()._experts_implementation_internal = "eager"
+            config, name = self._switched.pop()
+            config._experts_implementation_internal = name
 
     def _after(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self._switch_back()
@@ -109,14 +113,8 @@ class ModelPatch:
 
 
 def experts_configs(decoder: Any) -> list[Any]:
-    """The configs that say how a decoder's experts are multiplied, where they can be in groups."""
-    experts = [
-        module for module in decoder.modules() if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
-    ]
-    try:
-        decoder.get_correct_experts_implementation("grouped_mm")
-    except (AttributeError, ImportError, ValueError):
-        return []
+    """The configs that say how a decoder's experts are multiplied, where that can be chosen."""
+    experts = (module for module in decoder.modules() if hasattr(module, "_apply_gate"))
     return list({id(module.config): module.config for module in experts}.values())
 
 
