@@ -339,7 +339,8 @@ class HierarchicalSparseCache(Cache):
 
     def run_forward(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in place of a patched model's forward: that, or a graph of it."""
-        if self.graphed is None:
+        if self.graphed is None or self._begun is not None:
+            # In a forward that is under way this is a model within a model.
             return forward(*args, **kwargs)
         return self.graphed(self, model, forward, args, kwargs)
 

@@ -692,6 +692,17 @@ def test_the_forward_looks_as_it_did_and_comes_back():
     assert "forward" not in vars(model) and inspect.signature(model.forward) == signature
 
 
+def test_a_model_within_a_patched_model_may_be_patched_too(tiny):
+    model: Any = make_model("llama")
+    patch_model(model.model)
+    caches = twins(model, "llama-rabitq")
+    assert "forward" in vars(model) and "forward" in vars(model.model)
+    follow(model, caches, 6)
+    assert (caches[0].graphed.captured, caches[0].graphed.replayed) == (1, 5)
+    unpatch_model(model)
+    assert "forward" not in vars(model) and "forward" not in vars(model.model)
+
+
 def test_a_forward_that_was_replaced_before_is_kept():
     model = make_model("llama")
     calls = []
