@@ -96,20 +96,23 @@ class Recorder:
 
     def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Captures a function. Returns what replays it, and its result, which every replay overwrites."""
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         collecting = gc.isenabled()
         # Garbage may hold pinned memory, whose release waits for the device.
         gc.disable()
         try:
             with (
                 self._aside(device) as stream,
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
             ):
                 result = function()
         except BaseException:
-            # PyTorch's generator would go on as if captured, and refuse to draw. A copy of it does not.
+            # PyTorch, up to some version, goes on as if it captured: its generator refuses to draw, which a copy of it
+            # does not, and its allocator to give memory back.
             generator = torch.cuda.default_generators[device.index]
             generator.graphsafe_set_state(generator.clone_state())
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
             raise
         finally:
             if collecting:
