@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.utils import logging
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.graph import GraphedForward, Uncapturable
 from hf_hisparse.models import ModelPatch, cache_argument, is_patched, patch_model, unpatch_model
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
@@ -61,11 +62,19 @@ class HierarchicalLayer(CacheLayerMixin):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor | IndexerKeys:
         """New indexer keys `[batch, tokens, width]`; what the model's own indexer is to score."""
-        algorithm = self.coordinator.algorithm
-        algorithm.extend(indexer_key_states.detach())
-        if self.coordinator.attending:
-            return IndexerKeys(self.coordinator)
-        return algorithm.representations["keys"][:, : algorithm.tokens]
+        coordinator, algorithm = self.coordinator, self.coordinator.algorithm
+        keys = indexer_key_states.detach()
+        new = keys.shape[1]
+        # A patched module stores its latents after it has selected, others before.
+        start = coordinator.length - (0 if coordinator.attending else new)
+        if coordinator.attending and coordinator.decodes(new):
+            position = coordinator.lengths.unsqueeze(1)
+        else:
+            position = torch.arange(start, start + new, device=keys.device).unsqueeze(0)
+        algorithm.extend(keys, position, start + new)
+        if coordinator.attending:
+            return IndexerKeys(coordinator, new)
+        return algorithm.representations["keys"][:, : start + new]
 
     def get_seq_length(self) -> int:
         return self.coordinator.length
@@ -120,14 +129,17 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
+    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed. What cannot be
+    captured runs as it does without, with a warning that says why.
+
     Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
     classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
     `algorithm`; up to `top_k` tokens of context that is everything.
 
     Args:
         model: The model that will use it, a decoder-only transformers model.
-        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, backend,
-            offload: See `HiSparseConfig`.
+        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, cuda_graph,
+            backend, offload: See `HiSparseConfig`.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
@@ -165,6 +177,9 @@ class HierarchicalSparseCache(Cache):
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
         """While a forward is under way: the length before it, and the sliding windows as they were."""
         self._lost = False
+        self._recording = False
+        graphed = self.config.max_cache_len is not None and self.config.cuda_graph
+        self.graphed = GraphedForward() if graphed else None
         super().__init__(layers=layers)
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
@@ -219,7 +234,7 @@ class HierarchicalSparseCache(Cache):
                 layer.is_initialized = True
                 layer.coordinator.extend_dense((dense.keys, dense.values))
                 if getattr(dense, "indexer_keys", None) is not None:
-                    layer.coordinator.algorithm.extend(dense.indexer_keys)
+                    layer.update_indexer(dense.indexer_keys)
         return new
 
     @property
@@ -256,7 +271,7 @@ class HierarchicalSparseCache(Cache):
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
-        if self._begun is None:
+        if self._begun is None or self._recording:
             return
         length, windows = self._begun
         self._begun = None
@@ -268,9 +283,8 @@ class HierarchicalSparseCache(Cache):
         layer: Any
         for layer in self.layers:
             if isinstance(layer, HierarchicalLayer):
-                if layer.coordinator.length > length:
-                    layer.coordinator.crop(layer.coordinator.length - length)
-                layer.coordinator.algorithm.truncate(length)
+                # Also where the length is as it was: the device may have appended what the host has not counted yet.
+                layer.coordinator.crop(layer.coordinator.length - length)
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._lost = True
             elif type(layer) in (DynamicLayer, DynamicIndexedLayer) and layer.keys is not None:
@@ -288,6 +302,8 @@ class HierarchicalSparseCache(Cache):
                 `max_cache_len` would be passed.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
+        if self._recording:
+            return
         self.end_forward(failed=True)
         if self._lost:
             raise ValueError(
@@ -320,6 +336,58 @@ class HierarchicalSparseCache(Cache):
         self._parameters = (parameter.dtype, parameter.device)
         windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
         self._begun = length, windows
+
+    # ---- decode steps as a graph -------------------------------------------------------------------------------------
+
+    def run_forward(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Called in place of a patched model's forward: that, or a graph of it."""
+        if self.graphed is None or self._begun is not None:
+            # In a forward that is under way this is a model within a model.
+            return forward(*args, **kwargs)
+        return self.graphed(self, model, forward, args, kwargs)
+
+    def decodes(self, tokens: int) -> bool:
+        """Whether a forward of `tokens` new tokens is a decode step from the memory, in all hierarchical layers."""
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        return bool(coordinators) and all(coordinator.decodes(tokens) for coordinator in coordinators)
+
+    def replays(self, tokens: int, device: torch.device) -> bool:
+        """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
+        return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
+
+    @property
+    def has_other_layers(self) -> bool:
+        """Whether there are layers of transformers' own."""
+        return not all(isinstance(layer, HierarchicalLayer) for layer in self.layers)
+
+    def layout(self) -> Hashable:
+        """Equal for as long as all buffers of a decode step lie where they are.
+
+        Raises:
+            Uncapturable: If there are layers whose buffers move at every step.
+        """
+        if self.has_other_layers:
+            others = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HierarchicalLayer)]
+            raise Uncapturable(f"layers {others} keep transformers' own caches, which are made anew at every step")
+        return tuple(layer.coordinator.serial for _, layer in self._hierarchical)
+
+    def advance(self) -> None:
+        """Counts the token that a replayed graph has appended."""
+        for _, layer in self._hierarchical:
+            layer.coordinator.advance()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it a forward leaves what the host knows of the history as it was."""
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        lengths = [coordinator.length for coordinator in coordinators]
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+            for coordinator, length in zip(coordinators, lengths, strict=True):
+                coordinator.length = length
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""

@@ -26,9 +26,12 @@ class HiSparseConfig:
         dense_layers: Indices of layers that stay dense, with their whole KV on the device.
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
-        max_cache_len: The longest history, prompt and new tokens, that will be held. Its host memory is then had when
-            the first tokens come, so that running out is found before anything is generated, and what would pass it is
-            refused. None: memory grows with the history.
+        max_cache_len: The longest history, prompt and new tokens together, that will be held. Its memory is then had
+            when the first tokens come, so that running out is found before anything is generated; every shape of a
+            decode step is constant, which a CUDA graph needs; and what would pass it is refused. None: the history
+            grows as it comes.
+        cuda_graph: Where `max_cache_len` is given, on a CUDA device, decode steps are captured in a CUDA graph and
+            replayed. False: never.
         backend: The attention kernels: `"triton"`, `"reference"` (PyTorch, on any device), or `"auto"`: Triton's on a
             CUDA device where they run, otherwise PyTorch.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
@@ -45,6 +48,7 @@ class HiSparseConfig:
     sink_tokens: int | None = None
     recent_tokens: int | None = None
     max_cache_len: int | None = None
+    cuda_graph: bool = True
     backend: str = "auto"
     offload: bool = True
 

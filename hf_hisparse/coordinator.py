@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,11 +52,15 @@ class SparseCoordinator:
         layout: Makes the item layout from the widths of the parts.
         algorithm: Makes the layer's selection method.
         backend: How to attend.
-        max_cache_len: The longest history that will be held; None: any.
+        capacity: Tokens that there is room for as soon as the history goes to a memory. Up to there no tensor of a
+            decode step moves or changes its shape. None: room for the present length, which grows.
     """
 
     layers = 1
     """How many layers grow alike, this one and those whose turn comes after it."""
+    serial = -1
+    """Changes whenever a decode step finds its tensors elsewhere; no two coordinators have the same one."""
+    _serials: ClassVar[count] = count()
 
     def __init__(
         self,
@@ -65,10 +70,10 @@ class SparseCoordinator:
         layout: Callable[..., ItemLayout],
         algorithm: Callable[[], SparseAlgorithm],
         backend: AttentionBackend,
-        max_cache_len: int | None = None,
+        capacity: int | None = None,
     ):
         self.top_k, self.k, self.slots, self.backend = top_k, k, slots, backend
-        self.max_cache_len = max_cache_len or 0
+        self.capacity = capacity or 0
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
@@ -81,7 +86,7 @@ class SparseCoordinator:
         self.recent: tuple[Tensor, ...] | None = None
         self.memory: Memory | None = None
         self._reserved: Memory | None = None
-        """An empty memory for a history that is still dense but may become `max_cache_len` tokens long."""
+        """An empty memory for a history that is still dense but may become `capacity` tokens long."""
         self.algorithm: Any = self._make_algorithm()
 
     # ---- the history -------------------------------------------------------------------------------------------------
@@ -117,15 +122,24 @@ class SparseCoordinator:
         """Whether `tokens` more tokens are attended to densely: a prompt or a chunk of one, or a short history."""
         return tokens > 1 or self.length + tokens <= self.top_k
 
+    def decodes(self, tokens: int) -> bool:
+        """Whether `tokens` more are one that attends to a selection from the memory. The device takes such a step
+        alone: all that it asks of the host is to be counted (`advance`)."""
+        return tokens == 1 and self.memory is not None
+
+    def _room(self, tokens: int) -> int:
+        return max(tokens, self.capacity)
+
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
             self._reserve(self.length + tokens)
 
     def _reserve(self, tokens: int) -> None:
-        # There is room for `max_cache_len` tokens from the beginning, and will never be need for more.
-        if tokens > self.max_cache_len:
+        # There is room for `capacity` tokens from the beginning.
+        if tokens > self.capacity:
             self.memory.reserve(tokens, self.layers)
+            self.algorithm.reserve(tokens)
 
     def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
         """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
@@ -140,7 +154,7 @@ class SparseCoordinator:
             if self.length + new > self.top_k:
                 self._spill(full, mask)
             else:
-                if self.length == 0 and self.max_cache_len > self.top_k:
+                if self.length == 0 and self.capacity > self.top_k:
                     self._reserved = self._make_memory(parts, self.layers)
                 self.recent = full
         else:
@@ -183,11 +197,19 @@ class SparseCoordinator:
         if self._reserved is not None and self._reserved.rows != batch * heads:
             self._reserved = None
         memory = self._reserved or self._make_memory(parts, self.layers)
-        self.batch, self.heads, self.memory, self.recent, self._reserved = batch, heads, memory, None, None
+        self.batch, self.heads, self.recent, self._reserved = batch, heads, None, None
+        self._fill(memory, parts, starts)
+
+    def _fill(self, memory: Memory, parts: Sequence[Tensor], starts: Tensor) -> None:
+        """Gives a memory, of which nothing is needed any more, the whole history."""
+        self.memory, self.serial = memory, next(self._serials)
+        self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
+        self.lengths = torch.zeros_like(self.starts)
         self._store(parts, 0, starts)
+        self.algorithm.reserve(self._room(parts[0].shape[2]))
 
     def _make_memory(self, parts: Sequence[Tensor], layers: int) -> Memory:
-        """An empty memory for a history of such parts, with room for them and for `max_cache_len` tokens.
+        """An empty memory for a history of such parts, with room for them and for `capacity` tokens.
 
         Raises `MemoryError` if there is none, or not as much again for each of `layers` layers.
         """
@@ -195,13 +217,13 @@ class SparseCoordinator:
         layout = self._make_layout(*(part.shape[-1] for part in parts))
         args = (batch * heads, layout, parts[0].dtype, parts[0].device)
         memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
-        memory.reserve(max(tokens, self.max_cache_len), layers)
+        memory.reserve(self._room(tokens), layers)
         return memory
 
     def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:
         rows = tuple(part[:, :, start:].flatten(0, 1) for part in parts)
-        self.starts = starts.repeat_interleave(self.heads)
-        self.lengths = torch.full_like(self.starts, parts[0].shape[2])
+        self.starts.copy_(starts.repeat_interleave(self.heads))
+        self.lengths.fill_(parts[0].shape[2])
         self.memory.write(rows, start)
         self.algorithm.construct_representations(rows[0], start, self.starts)
 
@@ -212,7 +234,7 @@ class SparseCoordinator:
 
     def _drop_memory(self) -> None:
         if self.memory is not None:
-            if self.max_cache_len > self.top_k:
+            if self.capacity > self.top_k:
                 self._reserved = self.memory
             self.memory = None
             self.algorithm.forget()
@@ -227,13 +249,22 @@ class SparseCoordinator:
         self._reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2) for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
-        self.algorithm.update_representations(rows[0], self.lengths, self.length + 1)
-        self.length += 1
+        self.algorithm.update_representations(rows[0], self.lengths)
         self.lengths += 1
+        self.advance()
+
+    def advance(self) -> None:
+        """What a decode step changes on the host: everything that a graph, replayed, does not do."""
+        self.length += 1
+
+    def visible(self) -> Tensor:
+        """What a new token that is yet to be appended may attend to, itself included: `[rows, tokens]` bool."""
+        position = torch.arange(self._room(self.length + 1), device=self.memory.device)
+        return (position >= self.starts.unsqueeze(1)) & (position <= self.lengths.unsqueeze(1))
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
-        items = self.memory.layout.items(self.length)
+        items = self.memory.layout.items(self._room(self.length))
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
@@ -262,7 +293,6 @@ class SparseCoordinator:
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)
             self.algorithm.construct_representations(keys, start, self.starts)
-        self.algorithm.truncate(length)
         self.length = length
 
     def select_batch(self, index: Tensor) -> None:
@@ -282,9 +312,8 @@ class SparseCoordinator:
             self.recent = parts
         else:
             starts = self.starts.view(self.batch, self.heads)[:, 0].index_select(0, index)
-            self.memory = memory
             self.algorithm.forget()
-            self._store(parts, 0, starts)
+            self._fill(memory, parts, starts)
         self.batch = len(index)
 
     @property

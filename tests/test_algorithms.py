@@ -38,7 +38,8 @@ def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, bu
     built = tokens if built is None else built
     algorithm.construct_representations(keys[:, :built], 0, zeros(rows) if starts is None else starts)
     for t in range(built, tokens):
-        algorithm.update_representations(keys[:, t], full((rows,), t), t + 1)
+        algorithm.reserve(t + 1)
+        algorithm.update_representations(keys[:, t], full((rows,), t))
     return algorithm
 
 
@@ -156,7 +157,8 @@ def test_blocks_that_fill_in_decoding_equal_blocks_that_were_constructed(monkeyp
     whole = filled(RaBitQ(), keys)
     grown = filled(RaBitQ(), keys[:, :filled_first])
     for token in range(filled_first, 50):
-        grown.update_representations(keys[:, token], full((2,), token), token + 1)
+        grown.reserve(token + 1)
+        grown.update_representations(keys[:, token], full((2,), token))
     rebuilt = filled(RaBitQ(), keys[:, :filled_first])
     start = (filled_first - 1) // 8 * 8
     rebuilt.construct_representations(keys[:, start:], start, zeros(2))
@@ -313,7 +315,8 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
     algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
     algorithm.construct_representations(keys[:, 16:19], 16, zeros(2))
     for t in range(19, 40):
-        algorithm.update_representations(keys[:, t], full((2,), t), t + 1)
+        algorithm.reserve(t + 1)
+        algorithm.update_representations(keys[:, t], full((2,), t))
     assert_same_representation(filled(method(page_size=8), keys), algorithm, 40 // algorithm.granularity)
 
 
@@ -418,8 +421,8 @@ def test_a_row_of_padding_has_no_mass():
 def indexer(batch: int, tokens: int, width: int = 8, seed: int = 0) -> tuple[LightningIndexer, Tensor]:
     keys = draw(batch, tokens, width, seed=seed)
     algorithm = LightningIndexer()
-    for chunk in keys.split(7, dim=1):
-        algorithm.extend(chunk)
+    for position in torch.arange(tokens).split(7):
+        algorithm.extend(keys[:, position], position.unsqueeze(0), int(position[-1]) + 1)
     return algorithm, keys
 
 
@@ -453,12 +456,10 @@ def test_the_indexer_selects_by_the_plain_expression(data):
                 assert min(scores[b, q, i] for i in ids) >= max(left) - 1e-5
 
 
-def test_the_indexer_forgets_what_is_cut():
+def test_the_indexer_overwrites_what_was_cut():
     algorithm, keys = indexer(2, 30)
-    algorithm.truncate(11)
     more = draw(2, 5, 8, seed=9)
-    algorithm.extend(more)
-    assert algorithm.tokens == 16
+    algorithm.extend(more, torch.arange(11, 16).unsqueeze(0), 16)
     assert torch.equal(algorithm.representations["keys"][:, :16], torch.cat((keys[:, :11], more), dim=1))
 
 
@@ -471,7 +472,8 @@ def test_the_indexer_follows_its_batch():
 def test_the_indexer_computes_in_float32():
     """Bfloat16 keys and queries are scored exactly: a bfloat16 product would tie these two."""
     algorithm = LightningIndexer()
-    algorithm.extend(tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16))
+    keys = tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16)
+    algorithm.extend(keys, torch.arange(2, device=DEVICE).unsqueeze(0), 2)
     query = tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
     weights, seen = torch.ones(1, 1, 1, device=DEVICE), torch.ones(1, 1, 2, dtype=torch.bool, device=DEVICE)
     assert algorithm.retrieve_topk(query, weights, 1.0, seen, 1).item() == 0

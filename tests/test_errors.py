@@ -554,7 +554,7 @@ def test_the_indexers_keys_are_taken_back_too():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="on purpose"):
                 forward(model, ids[:, :1], cache)
-    assert all(layer.coordinator.algorithm.tokens == 40 for layer in cache.layers)
+    assert all(layer.coordinator.length == 40 for layer in cache.layers)
     fresh = HierarchicalSparseCache(model)
     forward(model, ids, fresh)
     assert same_bits(steps(model, ids[:, :9], cache), steps(model, ids[:, :9], fresh))

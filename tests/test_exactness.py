@@ -294,10 +294,14 @@ INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "do
 
 
 def as_stock(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> HierarchicalSparseCache:
-    """Asserts that the hierarchical cache gives the stock model's greedy tokens and logits, and returns it."""
-    stock = generate(model, ids, dense_cache(model), new, mask)
+    """Asserts that the hierarchical cache gives the stock model's greedy tokens and logits, and returns it.
+
+    The padding token is not generated: its embedding is zero, so that as a query it scores all tokens the same, and of
+    equals the stock model selects what `torch.topk` happens to, this one those that came first.
+    """
+    stock = generate(model, ids, dense_cache(model), new, mask, suppress_tokens=[0])
     cache = HierarchicalSparseCache(model)
-    output = generate(model, ids, cache, new, mask)
+    output = generate(model, ids, cache, new, mask, suppress_tokens=[0])
     assert torch.equal(output.sequences, stock.sequences)
     close(logits_of(output), logits_of(stock))
     assert cache.stats().misses

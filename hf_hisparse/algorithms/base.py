@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ class Representations:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def reserve(self, like: dict[str, Tensor], entries: int) -> None:
-        """Makes room for `entries` entries shaped as in `like`, keeping what is there."""
-        for name, value in like.items():
+    def reserve(self, entries: int, like: dict[str, Tensor] | None = None) -> None:
+        """Makes room for `entries` entries, keeping what is there, shaped as that is or as in `like`."""
+        for name, value in (self.tensors if like is None else like).items():
             held = self.tensors.get(name)
             size = 0 if held is None else held.shape[1]
             if entries > size:
@@ -35,7 +36,7 @@ class Representations:
     def write(self, values: dict[str, Tensor], first: int) -> None:
         """Writes `[rows, n, ...]` values to entries `first` on, growing as needed."""
         count = next(iter(values.values())).shape[1]
-        self.reserve(values, first + count)
+        self.reserve(first + count, values)
         for name, value in values.items():
             self.tensors[name][:, first : first + count] = value
 
@@ -74,21 +75,21 @@ class SparseAlgorithm(ABC):
         """
 
     @abstractmethod
-    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
-        """Adds one new token a row.
+    def update_representations(self, key: Tensor, position: Tensor) -> None:
+        """Adds one new token a row, for which `reserve` made room.
 
         Args:
             key: `[rows, width]`.
             position: `[rows]` int64, its index in the history.
-            tokens: The length of the longest history once it is added, so that room can be made.
         """
+
+    @abstractmethod
+    def reserve(self, tokens: int) -> None:
+        """Makes room for a history of `tokens` tokens, once there is one. Up to there nothing moves."""
 
     def forget(self) -> None:
         """The history is dense again, or was moved: it will be constructed anew."""
         self.representations = Representations()
-
-    def truncate(self, tokens: int) -> None:
-        """The history was cut to `tokens` tokens."""
 
     def select_batch(self, index: Tensor) -> None:
         """Only the batch elements at `index`, which may repeat, are kept; the history will be constructed anew."""
@@ -173,13 +174,15 @@ class KeyScoring(SparseAlgorithm):
         size = self.granularity
         self.representations.write(self.represent(*self.cut(keys, start, starts, size)), start // size)
 
-    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        self.representations.reserve(-(-tokens // self.granularity))
+
+    def update_representations(self, key: Tensor, position: Tensor) -> None:
         rows = torch.arange(len(key), device=key.device)
         size = self.granularity
         entry = position // size
         valid = torch.ones(len(key), 1, 1, dtype=torch.bool, device=key.device)
         new = self.represent(key[:, None, None], valid)
-        self.representations.reserve(new, -(-tokens // size))
         if size > 1:
             old = {name: tensor[rows, entry].unsqueeze(1) for name, tensor in self.representations.tensors.items()}
             merged = self.merge(old, new)
@@ -197,7 +200,7 @@ class KeyScoring(SparseAlgorithm):
         Args:
             query: `[rows, group, width]`.
             k: Items to select.
-            items: How many items the longest history has.
+            items: How many items there are, at least those of the longest history. More of them change no selection.
             scale: The softmax scale of the attention.
             starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
 
@@ -214,19 +217,45 @@ class KeyScoring(SparseAlgorithm):
         kept = (item <= sink.unsqueeze(1)) | (item >= recent.unsqueeze(1))
         inside = (item >= first.unsqueeze(1)) & (item <= last.unsqueeze(1))
         scores = scores.masked_fill(kept, torch.inf).masked_fill(~inside, -torch.inf)
-        best, selection = scores.topk(min(k, items), dim=1)
-        selection = selection.masked_fill(best == -torch.inf, items).sort(dim=1).values
-        return selection.masked_fill(selection == items, -1).to(torch.int32)
+        return best_ids(scores, k)
+
+
+def best_ids(scores: Tensor, k: int) -> Tensor:
+    """The ids of the `k` largest scores, and of equal ones those of the lowest ids.
+
+    A score becomes an integer that orders alike, and the id its lower half: no two are equal then, so that what is
+    selected depends neither on how top-k breaks ties nor on how many scores of -inf follow.
+
+    Args:
+        scores: `[..., n]` float32, -inf for what cannot be selected.
+        k: How many.
+
+    Returns:
+        `[..., min(k, n)]` int32 ids, ascending, padded with -1 at the end.
+    """
+    n = scores.shape[-1]
+    bits = (scores + 0.0).view(torch.int32)  # The sum of -0 and 0 is 0.
+    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
+    backwards = torch.arange(n - 1, -1, -1, device=scores.device)
+    best = (ordered << 32 | backwards).topk(min(k, n), dim=-1, sorted=False).values
+    ids = n - 1 - (best & 0xFFFFFFFF)
+    ids = ids.masked_fill(scores.gather(-1, ids) == -torch.inf, n).sort(dim=-1).values
+    return ids.masked_fill(ids == n, -1).to(torch.int32)
 
 
 def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
     """The attention that each entry would draw, summed over a group's query heads.
 
     Heads are normalised before they are summed: a head with large logits would otherwise choose for its whole group.
+    Invalid entries at the end change no bit of the others: a head's weights are summed in fixed point, in which every
+    order of addition gives the same, and heads one after the other.
 
     Args:
         logits: `[rows, group, entries]` float32.
         valid: `[rows, entries]` bool.
     """
     logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    return logits.softmax(dim=-1).nan_to_num(0.0).sum(dim=1)
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp().nan_to_num(0.0)
+    # The largest weight is 1, so that 40 bits behind the point lose nothing that float32 could hold of the sum.
+    total = (weights * 2.0**40).long().sum(dim=-1, keepdim=True).clamp(min=1).float() / 2.0**40
+    return reduce(torch.add, (weights / total).unbind(1))

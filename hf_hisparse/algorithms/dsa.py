@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_hisparse.algorithms.base import SparseAlgorithm
+from hf_hisparse.algorithms.base import SparseAlgorithm, best_ids
 
 
 class LightningIndexer(SparseAlgorithm):
@@ -18,32 +18,29 @@ class LightningIndexer(SparseAlgorithm):
     block = 1 << 24
     """Elements of `[batch, query, heads, keys]` in flight."""
 
-    def __init__(self):
-        super().__init__()
-        self.tokens = 0
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
         """Nothing: the representation is the model's indexer keys, which `extend` is given."""
 
-    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+    def update_representations(self, key: Tensor, position: Tensor) -> None:
         """Nothing, likewise."""
+
+    def reserve(self, tokens: int) -> None:
+        self.representations.reserve(tokens)
 
     def forget(self) -> None:
         """Nothing, likewise."""
 
-    def truncate(self, tokens: int) -> None:
-        self.tokens = min(self.tokens, tokens)
-
     def select_batch(self, index: Tensor) -> None:
         self.representations.select_rows(index)
 
-    def extend(self, keys: Tensor) -> None:
-        """Adds the indexer keys `[batch, tokens, width]` of new tokens."""
-        self.representations.write({"keys": keys}, self.tokens)
-        self.tokens += keys.shape[1]
+    def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
+        """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""
+        self.representations.reserve(tokens, {"keys": keys})
+        rows = torch.arange(len(keys), device=keys.device).unsqueeze(1)
+        self.representations["keys"][rows, position] = keys
 
     def retrieve_topk(self, query: Tensor, weights: Tensor, scale: float, mask: Tensor, k: int) -> Tensor:
         """Selects `k` tokens for every query.
@@ -52,17 +49,19 @@ class LightningIndexer(SparseAlgorithm):
             query: `[batch, queries, heads, width]`.
             weights: `[batch, queries, heads]` float32, the weight of each head's score.
             scale: Multiplies `q . k`.
-            mask: `[batch, queries, tokens]`, bool or additive: what each query may see.
+            mask: `[batch, queries, tokens]`, bool or additive: what each query may see. More tokens that none of them
+                may see change no selection.
             k: How many.
 
         Returns:
             `[batch, queries, min(k, tokens)]` int32 token ids, ascending, padded with -1 at the end.
         """
-        keys = self.representations["keys"][:, : self.tokens].float()
+        tokens = mask.shape[-1]
+        keys = self.representations["keys"][:, :tokens].float()
         batch, queries, heads, _ = query.shape
-        k = min(k, self.tokens)
+        k = min(k, tokens)
         selection = torch.empty(batch, queries, k, dtype=torch.int32, device=query.device)
-        key_block = max(1, min(self.tokens, self.block // (batch * heads)))
+        key_block = max(1, min(tokens, self.block // (batch * heads)))
         query_block = max(1, self.block // (batch * heads * key_block))
         for low in range(0, queries, query_block):
             some = slice(low, low + query_block)
@@ -78,7 +77,5 @@ class LightningIndexer(SparseAlgorithm):
                 scores = scores.masked_fill(~visible, -torch.inf)
             else:
                 scores = scores.masked_fill(visible <= torch.finfo(visible.dtype).min / 2, -torch.inf)
-            best, ids = scores.topk(k, dim=-1)
-            ids = ids.masked_fill(best == -torch.inf, self.tokens).sort(dim=-1).values
-            selection[:, some] = ids.masked_fill(ids == self.tokens, -1)
+            selection[:, some] = best_ids(scores, k)
         return selection

@@ -67,21 +67,31 @@ class RaBitQ(KeyScoring):
         before = torch.cat((before, means[:, :-1]), dim=1)
         begun = torch.cat((begun, counts[:, :-1]), dim=1)
         self.centres.write({"centre": torch.where(begun > 0, before, means).to(keys.dtype)}, first)
-        self.filling = sums[:, -1], counts[:, -1]
+        self._fill(sums[:, -1], counts[:, -1])
         centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)
         entries = self.encode((blocks.float() - centre).flatten(1, 2)[:, : keys.shape[1]])
         self.representations.write(entries, start)
 
-    def update_representations(self, key: Tensor, position: Tensor, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        super().reserve(tokens)
+        self.centres.reserve(-(-tokens // self.block))
+
+    def _fill(self, total: Tensor, count: Tensor) -> None:
+        """Sets `filling`, where it lies once it does."""
+        if self.filling is None:
+            self.filling = total.clone(), count.clone()
+        else:
+            self.filling[0].copy_(total)
+            self.filling[1].copy_(count)
+
+    def update_representations(self, key: Tensor, position: Tensor) -> None:
         rows = torch.arange(len(key), device=key.device)
         block = position // self.block
         opens = (position % self.block == 0).unsqueeze(1)
         total, count = self.filling
-        self.centres.reserve(self.centres.tensors, -(-tokens // self.block))
         centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), self.centres["centre"][rows, block])
         self.centres["centre"][rows, block] = centre
-        self.filling = torch.where(opens, 0, total) + key, torch.where(opens, 0, count) + 1
-        self.representations.reserve(self.representations.tensors, tokens)
+        self._fill(torch.where(opens, 0, total) + key, torch.where(opens, 0, count) + 1)
         for name, entry in self.encode((key.float() - centre.float()).unsqueeze(1)).items():
             self.representations[name][rows, position] = entry.squeeze(1)
 

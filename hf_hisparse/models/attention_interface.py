@@ -119,11 +119,10 @@ class AttentionPatch:
 
         method = algorithm()
         page_size = method.page_size
-        k, slots = config.resolve(page_size, top_k, method.kept_items)
+        k, held = config.resolve(page_size, top_k, method.kept_items)
         layout = partial(ItemLayout.page_head, page_size)
-        return SparseCoordinator(
-            top_k, k, slots if config.offload else None, layout, algorithm, backend, config.max_cache_len
-        )
+        slots = held if config.offload else None
+        return SparseCoordinator(top_k, k, slots, layout, algorithm, backend, config.max_cache_len)
 
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 

@@ -29,10 +29,11 @@ class IndexerKeys:
 
     Args:
         coordinator: Of the layer, whose algorithm holds the keys.
+        new: How many of them are of new tokens.
     """
 
-    def __init__(self, coordinator: SparseCoordinator):
-        self.coordinator = coordinator
+    def __init__(self, coordinator: SparseCoordinator, new: int):
+        self.coordinator, self.new = coordinator, new
         self.query: Tensor | None = None
         self.weights: Tensor | None = None
         self.mask: Tensor | None = None
@@ -41,7 +42,7 @@ class IndexerKeys:
     @property
     def shape(self) -> torch.Size:
         rows = self.query.shape[:2] if self.query is not None else ()
-        return torch.Size((*rows, self.coordinator.algorithm.tokens))
+        return torch.Size((*rows, self.coordinator.length + self.new))
 
     def _same(self, *args: Any, **kwargs: Any) -> IndexerKeys:
         return self
@@ -61,8 +62,10 @@ class IndexerKeys:
         return self
 
     def topk(self, k: int, dim: int = -1) -> IndexerKeys:
+        decodes = self.coordinator.decodes(self.new)
+        mask = self.coordinator.visible().unsqueeze(1) if decodes else self.mask
         self.indices = self.coordinator.algorithm.retrieve_topk(
-            self.query, self.weights.squeeze(-2), self.scale, self.mask, k
+            self.query, self.weights.squeeze(-2), self.scale, mask, k
         )
         return self
 
@@ -112,16 +115,9 @@ class LatentPatch(AttentionPatch):
             raise ValueError(f"`algorithm={config.algorithm!r}`: the model has its own indexer; use `algorithm='auto'`")
         if config.page_size not in (None, 1):
             raise ValueError(f"`page_size={config.page_size}`: the model selects single tokens; leave `page_size` out")
-        k, slots = config.resolve(1, native, 0)
-        return SparseCoordinator(
-            native,
-            k,
-            slots if config.offload else None,
-            ItemLayout.token,
-            LightningIndexer,
-            backend,
-            config.max_cache_len,
-        )
+        k, held = config.resolve(1, native, 0)
+        slots = held if config.offload else None
+        return SparseCoordinator(native, k, slots, ItemLayout.token, LightningIndexer, backend, config.max_cache_len)
 
     def _enter(self, coordinator: SparseCoordinator) -> None:
         super()._enter(coordinator)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
@@ -38,16 +41,19 @@ class ModelPatch:
                 self.layers[module.layer_idx] = family(module)
             else:
                 self.refusals[module.layer_idx] = reason
+        self._experts = experts_configs(decoder)
+        self._switched: list[tuple[Any, str]] = []
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
-    @staticmethod
-    def _before(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        begin: Callable | None = getattr(given_cache(args, kwargs), "begin_forward", None)
-        if begin is None:
-            return
+    def _before(self, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        # An interrupt, unlike an error, calls no hook: a forward that was may have left experts switched.
+        self._switch_back()
+        cache: Any = given_cache(args, kwargs)
+        if not hasattr(cache, "begin_forward"):
+            return None
         wanted = kwargs.get("output_attentions")
         wanted = getattr(decoder.config, "output_attentions", False) if wanted is None else wanted
         if wanted and decoder.config._attn_implementation == "eager":
@@ -58,21 +64,93 @@ class ModelPatch:
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
             inputs = kwargs.get("input_ids", args[0] if args else None)
-        if inputs is not None:
-            begin(decoder, *inputs.shape[:2])
+        if inputs is None:
+            return None
+        batch, tokens = inputs.shape[:2]
+        cache.begin_forward(decoder, batch, tokens)
+        if cache.replays(tokens, inputs.device):
+            self._switch()
+        mask = kwargs.get("attention_mask", ())
+        if (
+            cache.decodes(tokens)
+            and not cache.has_other_layers
+            and kwargs.get("position_ids") is not None
+            and (mask is None or isinstance(mask, Tensor))
+        ):
+            # Padding is part of the history: the mask of a decode step only repeats it. Making one would take kernels
+            # whose shapes change at every step, and a wait for the device. One of four dimensions is passed on as is.
+            kwargs = kwargs | {"attention_mask": inputs.new_ones((batch, 1, 1, 1), dtype=torch.bool)}
+        return args, kwargs
 
-    @staticmethod
-    def _after(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def _switch(self) -> None:
+        """Has every token multiplied by its experts at once, as `generate` does when it decodes on a GPU.
+
+        One expert after the other, or in groups where PyTorch has no kernel for that, the host reads which are chosen.
+        """
+        for config in self._experts:
+            if config._experts_implementation in ("eager", "grouped_mm"):
+                self._switched.append((config, config._experts_implementation))
+                config._experts_implementation_internal = "batched_mm"
+
+    def _switch_back(self) -> None:
+        while self._switched:
+            config, name = self._switched.pop()
+            config._experts_implementation_internal = name
+
+    def _after(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._switch_back()
         end: Callable | None = getattr(given_cache(args, kwargs), "end_forward", None)
         if end is not None:
             end(failed=output is None)
 
     def remove(self) -> None:
         """Takes every hook off."""
+        self._switch_back()
         for handle in self._handles:
             handle.remove()
         for patch in self.layers.values():
             patch.remove()
+
+
+def experts_configs(decoder: Any) -> list[Any]:
+    """The configs that say how a decoder's experts are multiplied, where that can be chosen."""
+    experts = (module for module in decoder.modules() if hasattr(module, "_apply_gate"))
+    return list({id(module.config): module.config for module in experts}.values())
+
+
+class PatchedForward:
+    """A model's forward, which a cache of ours may run in a way of its own. With any other it is the model's.
+
+    Args:
+        model: The model, whose `forward` this replaces.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.held = model, vars(model).get("forward")
+        functools.update_wrapper(self, model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(type(self.model).forward, self.model) if self.held is None else self.held
+        run = getattr(given_cache(args, kwargs), "run_forward", None)
+        return forward(*args, **kwargs) if run is None else run(self.model, forward, args, kwargs)
+
+
+def patch_forward(model: nn.Module) -> None:
+    """Puts a `PatchedForward` in front of a transformers model, or of the one that an adapter's wrapper holds."""
+    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    if not isinstance(vars(model).get("forward"), PatchedForward):
+        vars(model)["forward"] = PatchedForward(model)
+
+
+def unpatch_forward(model: nn.Module) -> None:
+    """Undoes `patch_forward`."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, PatchedForward):
+            if forward.held is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward.held
 
 
 def patch_model(model: nn.Module) -> ModelPatch:
@@ -93,6 +171,7 @@ def patch_model(model: nn.Module) -> ModelPatch:
         )
     decoder = model.get_decoder()  # type: ignore[operator]
     if _ATTRIBUTE in decoder.__dict__:
+        patch_forward(model)
         return decoder.__dict__[_ATTRIBUTE]
     patch = ModelPatch(decoder)
     if not patch.layers:
@@ -100,6 +179,7 @@ def patch_model(model: nn.Module) -> ModelPatch:
         reasons = sorted(set(patch.refusals.values())) or ["no layer is on transformers' attention interface"]
         raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
     decoder.__dict__[_ATTRIBUTE] = patch
+    patch_forward(model)
     return patch
 
 
@@ -113,3 +193,4 @@ def unpatch_model(model: nn.Module) -> None:
     patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)  # type: ignore[operator]
     if patch is not None:
         patch.remove()
+        unpatch_forward(model)

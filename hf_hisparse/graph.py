@@ -1,0 +1,390 @@
+"""A model's forward, captured once in a CUDA graph and replayed.
+
+A graph is a list of kernels on fixed addresses. It stands for the forward as long as everything that chose those
+kernels and addresses is the same: the shapes of the inputs, the settings, the model's modules and where their weights
+lie, the buffers of the cache. `GraphedForward` knows all of that as one key, captures when the key is new, replays
+while it is the same, and leaves to the model what cannot be captured, with a warning that says why. What a forward
+changes on the host is not replayed; that is the cache's to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import Cache
+from transformers.utils import ModelOutput, logging
+
+
+logger = logging.get_logger(__name__)
+
+INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
+"""Tensors that are copied into a graph before it is replayed. Masks are not among them: what a new token attends to is
+on the device already."""
+SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
+"""Other arguments that a graph may be captured with."""
+HOOKS = ("hf_hisparse.", "transformers.utils.output_capturing")
+"""Modules whose hooks do nothing that a replay leaves undone. The second records layers' outputs, when asked to."""
+
+
+class Uncapturable(Exception):
+    """Why a forward cannot be captured."""
+
+
+class Stepping(Protocol):
+    """What a cache whose forwards are graphed does."""
+
+    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None: ...
+
+    def end_forward(self, failed: bool) -> None: ...
+
+    def replays(self, tokens: int, device: torch.device) -> bool:
+        """Whether a forward of so many new tokens on a device is a decode step, which the device takes alone."""
+
+    def layout(self) -> Hashable:
+        """Equal for as long as the buffers of a decode step lie where they are. Raises `Uncapturable` if they move."""
+
+    def advance(self) -> None:
+        """Does what a decode step changes on the host."""
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a forward changes nothing on the host."""
+
+
+class Recorder:
+    """Captures functions in CUDA graphs, on a stream of its own."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def _aside(self, device: torch.device) -> Iterator[torch.cuda.Stream]:
+        """The stream of its own, behind what the current one does, which waits for it in turn."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.device(device):
+                yield self._stream
+        finally:
+            # A capture that fails leaves its stream the current one.
+            torch.cuda.set_stream(current)
+        current.wait_stream(self._stream)
+
+    def warm_up(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
+        """Runs a function where it will be captured, so that what is made at first use is there.
+
+        Returns:
+            Its result, and where it waited for the device, which a capture forbids; None if it did not.
+        """
+        with self._aside(device) as stream, torch.cuda.stream(stream), waits() as found:
+            result = function()
+        # The caller's stream has a copy of its own: the result is freed on the one that it was made on.
+        return convert(result, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf), next(iter(found), None)
+
+    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        """Captures a function. Returns what replays it, and its result, which every replay overwrites."""
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        collecting = gc.isenabled()
+        # Garbage may hold pinned memory, whose release waits for the device.
+        gc.disable()
+        try:
+            with (
+                self._aside(device) as stream,
+                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+            ):
+                result = function()
+        except BaseException:
+            # PyTorch, up to some version, goes on as if it captured: its generator refuses to draw, which a copy of it
+            # does not, and its allocator to give memory back.
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            raise
+        finally:
+            if collecting:
+                gc.enable()
+        return graph.replay, result
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """Lists the places at which the host waits for a CUDA device within it, as far as PyTorch notices."""
+    found: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode(max(mode, 1))
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            found.append(f"the host waits for the device at {warning.filename}:{warning.lineno}")
+        elif "Synchronization debug mode" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+class GraphedForward:
+    """Runs the decode steps of one cache, as a graph where it can.
+
+    The first step of every key runs eagerly, on the stream that the second is captured on. If it waits for the device,
+    so does a second one, and if that waits too, which no graph can, so do all.
+
+    Args:
+        recorder: What captures and replays.
+    """
+
+    def __init__(self, recorder: Recorder | None = None):
+        self.recorder = Recorder() if recorder is None else recorder
+        self.captured = self.replayed = 0
+        """Graphs captured and steps replayed so far."""
+        self._drop()
+
+    def __deepcopy__(self, memo: Any) -> GraphedForward:
+        """A copy of a cache captures for itself: its buffers lie elsewhere."""
+        return type(self)()
+
+    def _drop(self) -> None:
+        self._key: Hashable = None
+        self._snapshot: Any = None
+        self._replay: Callable[[], None] | None = None
+        self._inputs: dict[str, Tensor] = {}
+        self._output: Any = None
+        self._warm_ups = 0
+        self._failed = False
+
+    def __call__(
+        self, cache: Stepping, model: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """What `forward(*args, **kwargs)` returns, with all that it does to `cache`."""
+        try:
+            given = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs if args else kwargs
+            tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+            if not isinstance(tokens, Tensor) or not cache.replays(tokens.shape[1], tokens.device):
+                return forward(*args, **kwargs)
+            inputs, settings = separate(given)
+            key = (
+                tuple((name, value.shape, value.dtype, value.device) for name, value in inputs.items()),
+                tuple(settings.items()),
+                environment(),
+                cache.layout(),
+            )
+            if key != self._key or not self._snapshot.holds(model):
+                self._drop()
+                self._snapshot = Snapshot(model, tokens.device)
+                self._key, self._warm_ups = key, 2
+            if self._warm_ups:
+                result, reason = self.recorder.warm_up(lambda: forward(*args, **kwargs), tokens.device)
+                self._warm_ups -= 1
+                if reason is None:
+                    self._warm_ups = 0
+                elif not self._warm_ups:
+                    self._give_up(reason)
+                return result
+            if self._failed:
+                return forward(*args, **kwargs)
+        except Uncapturable as reason:
+            self._warn(reason)
+            return forward(*args, **kwargs)
+
+        cache.begin_forward(model.get_decoder(), *tokens.shape[:2])
+        failed = True
+        try:
+            if self._replay is None:
+                self._capture(cache, forward, inputs, settings | caches(given), tokens.device)
+            if self._replay is not None:
+                for name, value in inputs.items():
+                    self._inputs[name].copy_(value, non_blocking=True)
+                self._replay()
+                cache.advance()
+                self.replayed += 1
+            failed = False
+        finally:
+            cache.end_forward(failed)
+        if self._replay is None:
+            return forward(*args, **kwargs)
+        return convert(self._output, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else cache)
+
+    def _capture(
+        self,
+        cache: Stepping,
+        forward: Callable[..., Any],
+        inputs: dict[str, Tensor],
+        constants: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._inputs = {name: value.clone(memory_format=torch.contiguous_format) for name, value in inputs.items()}
+        static = self._inputs
+
+        def step() -> Any:
+            with cache.recording():
+                # The cache is taken out of what is kept: it holds this graph.
+                return convert(
+                    forward(**static, **constants), lambda leaf: leaf if isinstance(leaf, Tensor) else _CACHE
+                )
+
+        try:
+            self._replay, self._output = self.recorder.record(step, device)
+            self.captured += 1
+        except Exception as error:  # Whatever a model does that cannot be captured, it can be run.
+            # Where a capture fails, PyTorch raises that it did, in the course of which.
+            cause = error.__context__ or error
+            self._give_up(f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        self._warn(reason)
+
+    @staticmethod
+    def _warn(reason: Any) -> None:
+        logger.warning_once(f"Decode steps run eagerly, and not as a CUDA graph: {reason}")
+
+
+def separate(given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The arguments of a decode step as tensors to copy in and settings. Masks and caches are left out.
+
+    Raises:
+        Uncapturable: If there is an argument that a graph cannot stand for.
+    """
+    inputs, settings = {}, {}
+    for name, value in given.items():
+        if isinstance(value, Cache):
+            continue
+        if name in INPUTS and isinstance(value, Tensor):
+            inputs[name] = value
+        elif name == "attention_mask" and isinstance(value, Tensor) and value.ndim == 2:
+            continue
+        elif value is None or value is False or (name in SETTINGS and isinstance(value, int)):
+            settings[name] = value
+        else:
+            raise Uncapturable(f"the model is given `{name}`")
+    if "position_ids" not in inputs:
+        raise Uncapturable("the model is given no `position_ids`, and would count them on the host")
+    return inputs, settings
+
+
+def caches(given: dict[str, Any]) -> dict[str, Cache]:
+    """The arguments that are caches."""
+    return {name: value for name, value in given.items() if isinstance(value, Cache)}
+
+
+def environment() -> Hashable:
+    """PyTorch's own settings, as far as they choose kernels.
+
+    Raises:
+        Uncapturable: If gradients or automatic casts are on.
+    """
+    if torch.is_grad_enabled():
+        raise Uncapturable("gradients are enabled; call the model under `torch.no_grad()`")
+    if torch.is_autocast_enabled():
+        raise Uncapturable("`torch.autocast` is on; load the model in the dtype that it should run in")
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise Uncapturable("a forward hook is registered for all modules")
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class Snapshot:
+    """Everything about a model that its kernels depend on: its modules, where their weights lie, its active adapters.
+
+    Weights that change in place are the same weights. Taking one walks the model; `holds`, which every step asks, goes
+    over flat lists.
+
+    Args:
+        model: The model.
+        device: Where it should be.
+
+    Raises:
+        Uncapturable: If a module trains, has hooks of others, or is not on the device for good.
+    """
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model = model
+        self.modules: list[nn.Module] = list(model.modules())
+        self.states: list[dict[str, Any]] = [vars(module) for module in self.modules]
+        for module, state in zip(self.modules, self.states, strict=True):
+            if state["training"]:
+                raise Uncapturable("the model is in training mode; call `model.eval()`")
+            if "_hf_hook" in state:
+                raise Uncapturable("accelerate moves the model's weights or inputs as it runs")
+            for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
+                if not (getattr(hook, "__module__", None) or "").startswith(HOOKS):
+                    name = getattr(hook, "__qualname__", type(hook).__name__)
+                    raise Uncapturable(f"{type(module).__name__} has a forward hook, `{name}`")
+        tables = ("_parameters", "_buffers", "_modules")
+        # An attribute more may be a `forward` of its own; a member more of an empty table, a parametrization.
+        self._sized = [*self.states, *(state[name] for state in self.states for name in tables)]
+        self._tables = [table for table in self._sized[len(self.states) :] if table]
+        self._members = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        if any(tensor.device != device for tensor in self._tensors):
+            raise Uncapturable(f"not all of the model is on {device}, where its inputs are")
+        self._hooks = [state[name] for state in self.states for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._adapters = [state for state in self.states if "_active_adapter" in state]
+        self._facts = self._read()
+
+    def _read(self) -> list[Any]:
+        return [
+            list(map(type, self.modules)),
+            list(map(len, self._sized)),
+            list(map(itemgetter("training"), self.states)),
+            # Every hook has a number that no other has.
+            list(chain.from_iterable(self._hooks)),
+            list(map(Tensor.data_ptr, self._tensors)),
+            [tensor.dtype for tensor in self._tensors],
+            # PEFT: what of a layer's adapters is applied, and how strongly, is told by Python alone.
+            [
+                repr(
+                    [state.get(name) for name in ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")]
+                )
+                for state in self._adapters
+            ],
+            [
+                getattr(config, name, None)
+                for config in (self.model.config, self.model.get_decoder().config)
+                for name in ("_experts_implementation", "output_hidden_states")
+            ],
+        ]
+
+    def holds(self, model: Any) -> bool:
+        """Whether the model is as it was."""
+        members = list(chain.from_iterable(map(dict.values, self._tables)))
+        return (
+            model is self.model
+            and len(members) == len(self._members)
+            and all(map(is_, members, self._members))
+            and self._read() == self._facts
+        )
+
+
+_CACHE = object()
+"""Where a cache was in an output that is kept."""
+
+
+def convert(output: Any, function: Callable[[Any], Any]) -> Any:
+    """A model's output with `function` applied to its tensors and its caches."""
+    if isinstance(output, (Tensor, Cache)) or output is _CACHE:
+        return function(output)
+    if isinstance(output, ModelOutput):
+        return type(output)(**{name: convert(value, function) for name, value in output.items()})
+    if isinstance(output, (tuple, list)):
+        return type(output)(convert(value, function) for value in output)
+    return output
