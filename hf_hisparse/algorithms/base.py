@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from hf_hisparse import ops
+
 
 class Representations:
     """Named tensors `[rows, entries, ...]` on the device that grow along their second dimension."""
@@ -148,14 +150,14 @@ class KeyScoring(SparseAlgorithm):
         raise NotImplementedError
 
     @abstractmethod
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         """Scores `[rows, items]` float32, the larger the more worth attending to.
 
         Args:
             query: `[rows, group, width]`, the query heads that share a row's KV head.
             items: How many items the history has.
             scale: The softmax scale of the attention.
-            valid: `[rows, items * page_size]` bool, the tokens that can be attended to.
+            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
         """
 
     @staticmethod
@@ -202,31 +204,8 @@ class KeyScoring(SparseAlgorithm):
             starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
 
         Returns:
-            `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
+            `[rows, min(k, items)]` int32 item ids, unique and ascending, padded with -1 at the end.
         """
-        position = torch.arange(items * self.page_size, device=query.device)
-        valid = (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
-        scores = self.score(query, items, scale, valid)
-        item = torch.arange(items, device=query.device)
-        first, last = starts // self.page_size, (lengths - 1) // self.page_size
-        sink = (starts + max(self.sink_tokens, 1) - 1) // self.page_size
-        recent = (lengths - max(self.recent_tokens, 1)) // self.page_size
-        kept = (item <= sink.unsqueeze(1)) | (item >= recent.unsqueeze(1))
-        inside = (item >= first.unsqueeze(1)) & (item <= last.unsqueeze(1))
-        scores = scores.masked_fill(kept, torch.inf).masked_fill(~inside, -torch.inf)
-        best, selection = scores.topk(min(k, items), dim=1)
-        selection = selection.masked_fill(best == -torch.inf, items).sort(dim=1).values
-        return selection.masked_fill(selection == items, -1).to(torch.int32)
-
-
-def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
-    """The attention that each entry would draw, summed over a group's query heads.
-
-    Heads are normalised before they are summed: a head with large logits would otherwise choose for its whole group.
-
-    Args:
-        logits: `[rows, group, entries]` float32.
-        valid: `[rows, entries]` bool.
-    """
-    logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    return logits.softmax(dim=-1).nan_to_num(0.0).sum(dim=1)
+        scores = self.score(query, items, scale, starts, lengths)
+        sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
+        return ops.top_k(scores, min(k, items), starts, lengths, self.page_size, sink, recent)

@@ -10,6 +10,8 @@ MAX_CLUSTER = 8
 """Blocks a cluster that every device with clusters can run."""
 ITEMS_PER_THREAD = 4
 """Selected items that a thread of the swap-in kernel holds, as `kPerThread` in its source."""
+HELD_SCORES = 16384
+"""Scores that a block of the top-k kernel keeps in shared memory, as `kHeld` in its source."""
 
 
 class Shape(NamedTuple):
@@ -49,3 +51,27 @@ def append_threads(slots: int) -> int:
     while threads < MAX_THREADS and slots > 4 * threads:
         threads *= 2
     return threads
+
+
+def top_k_shape(rows: int, items: int, multiprocessors: int, clusters: bool) -> Shape:
+    """The launch shape of the top-k kernel, whose blocks have as many threads as there can be.
+
+    More blocks read a row sooner but wait for each other five times; a thread takes at least four scores. All the blocks
+    of a cluster must run at once.
+
+    Args:
+        rows, items: The shape of the scores.
+        multiprocessors: Of the device.
+        clusters: Whether the device has thread-block clusters. Without them a row takes one block.
+    """
+    blocks = 1
+    if clusters:
+        while blocks < MAX_CLUSTER and 2 * blocks * rows <= multiprocessors and 4 * MAX_THREADS * blocks < items:
+            blocks *= 2
+    return Shape(blocks, MAX_THREADS)
+
+
+def top_k_shared_bytes(items: int, blocks: int) -> int:
+    """Dynamic shared memory of the top-k kernel: its scores, if they fit."""
+    each = -(-items // (blocks * MAX_THREADS)) * MAX_THREADS
+    return 4 * each if each <= HELD_SCORES else 0
