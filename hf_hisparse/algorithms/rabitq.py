@@ -17,7 +17,7 @@ def rotation(width: int, device: torch.device) -> Tensor:
     """A fixed random rotation `[width, width]`, the same on every device: after it no channel stands out."""
     generator = torch.Generator().manual_seed(0)
     q, r = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).float().to(device)
+    return (q * r.diagonal().sign()).float().contiguous().to(device)
 
 
 class RaBitQ(KeyScoring):

@@ -1,6 +1,7 @@
-"""The ops in plain PyTorch: what they mean, on any device. A faster implementation must equal them bit for bit, except that
-scores may differ by the rounding of float32: two items whose scores it cannot tell apart may then be selected one for the
-other, by the same rule in every run.
+"""The ops in plain PyTorch: what they mean, on any device.
+
+A faster implementation must equal them bit for bit, except that scores may differ by the rounding of float32. Of two
+items whose scores differ by no more than that, it may then select the other one, but always the same one.
 
 An LRU row is described by four tensors that the ops read and write:
 
@@ -251,8 +252,8 @@ def top_k(
         k: Items to select.
         starts, lengths: `[rows]` int64: only items with tokens from `starts` to `lengths` are selected. None for all.
         page_size: Tokens an item.
-        sink_tokens, recent_tokens: The items of so many tokens from `starts` on, and of so many up to `lengths`, rank as
-            if they scored +inf.
+        sink_tokens, recent_tokens: The items of so many tokens from `starts` on, and of so many up to `lengths`, rank
+            as if they scored +inf.
 
     Returns:
         `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
@@ -269,7 +270,7 @@ def top_k(
         inside = (item >= start // page_size) & (item <= (length - 1) // page_size)
         scores = scores.masked_fill(~inside, -torch.inf)
     count = min(k, items)
-    threshold = scores.topk(count, dim=1).values[:, -1:] if count else scores[:, :0].sum(1, keepdim=True)
+    threshold = scores.topk(count, dim=1).values[:, -1:] if count else scores.new_full((rows, 1), torch.inf)
     above, ties = scores > threshold, scores == threshold
     taken = above | (ties & (ties.cumsum(1) <= count - above.sum(1, keepdim=True)))
     taken &= scores > -torch.inf
