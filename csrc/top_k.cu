@@ -34,13 +34,11 @@ static_assert(kBins == 2 * kThreads, "a thread sums two bins");
 
 constexpr unsigned kInfinity = 0xff800000u;  // What +inf becomes.
 
-// An integer that orders as scores do; 0 for -inf and NaN.
+// An integer that orders as scores do; 0 for -inf and NaN. Any other is at least 1 << 23.
 __device__ __forceinline__ unsigned ordered(float score) {
-    const unsigned bits = __float_as_uint(score);
-    const unsigned magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u || bits == 0xff800000u) return 0;
-    if (magnitude == 0) return 0x80000000u;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
+    const unsigned bits = __float_as_uint(score + 0.0f);  // Of -0, too, it makes 0.
+    const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+    return score > -INFINITY ? key : 0;  // So is no NaN.
 }
 
 struct Scratch {
@@ -77,32 +75,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         if (sink_tokens > 0) sink = static_cast<int>(min((start + sink_tokens - 1) / page_size, n_));
         if (recent_tokens > 0) recent = static_cast<int>(min(max(length - recent_tokens, 0LL) / page_size, n_));
     }
-    const auto read = [&](int i) {
-        if (i < first || i > last) return 0u;
-        if (i <= sink || i >= recent) return kInfinity;
-        return ordered(scores[i]);
-    };
 
     // ---- the items that the calling warp owns ----
     const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
     const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
-    unsigned* const keep = held + warp * run;
-    const bool kept = run * kWarps <= kHeld;
-    // Calls `body(item, key)` for each of them, a lane each; all lanes take part, with key 0 behind the end.
-    const auto each = [&](auto load, auto body) {
-        for (int base = begin; base < end; base += 32 * kBatch) {
-            unsigned key[kBatch];
+    // Calls `body(item, key)` for each of them, a lane each, after kBatch loads at once. All lanes take part; what lies behind
+    // the end has key 0.
+    const auto each_read = [&](auto body) {
+        for (int base = begin + lane; base - lane < end; base += 32 * kBatch) {
+            float score[kBatch];
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * 32 + lane;
-                key[j] = i < end ? load(i) : 0;
+                const int i = base + j * 32;
+                score[j] = i < end ? scores[i] : -INFINITY;
             }
 #pragma unroll
-            for (int j = 0; j < kBatch; ++j) body(base + j * 32 + lane, key[j]);
+            for (int j = 0; j < kBatch; ++j) {
+                const int i = base + j * 32;
+                const bool always = i <= sink || i >= recent, inside = i >= first && i <= last && i < end;
+                body(i, inside ? always ? kInfinity : ordered(score[j]) : 0u);
+            }
         }
     };
-    // A lane meets the same items in every pass, so that what it keeps needs no barrier.
-    const auto again = [&](int i) { return kept ? keep[i - begin] : read(i); };
+    // The same of keys that are kept in shared memory. A lane meets the items that it met before: that needs no barrier.
+    const bool kept = run * kWarps <= kHeld;
+    unsigned* const keep = held + warp * run;
+    const auto each = [&](auto body) {
+        if (!kept) return each_read(body);
+        for (int base = begin + lane; base - lane < end; base += 32 * kBatch) {
+            unsigned key[kBatch];
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) key[j] = base + j * 32 < end ? keep[base + j * 32 - begin] : 0;
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) body(base + j * 32, key[j]);
+        }
+    };
 
     for (int i = thread; i < kRounds * kBins; i += kThreads) (&scratch.bins[0][0])[i] = 0;
     if (thread < 2) scratch.taken[thread] = 0;
@@ -111,9 +118,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     // ---- the threshold: `need` of the keys whose bits from `shift` on equal it are selected, and all above ----
     int shift = 32 - kBits, need = k, selected = k;
     unsigned threshold = 0;
-    each(read, [&](int i, unsigned key) {
+    int* const bins = scratch.bins[0];
+    each_read([&](int i, unsigned key) {
         if (kept && i < end) keep[i - begin] = key;
-        if (key) atomicAdd(&scratch.bins[0][key >> (32 - kBits)], 1);
+        atomicAdd(&bins[key >> (32 - kBits)], 1);  // Bin 0 has what is not to be selected, and nothing else.
     });
     for (int round = 0;; ++round) {
         cluster_sync();
@@ -126,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
             low += counts.x;
             high += counts.y;
         }
+        if (round == 0 && bin == 0) low = 0;
         int before = low + high;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -157,15 +166,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         const int bits = min(shift, kBits);
         shift -= bits;
         threshold <<= bits;
-        each(again, [&](int, unsigned key) {
-            const unsigned offset = (key >> shift) - threshold;
-            if (key && offset < 1u << bits) atomicAdd(&scratch.bins[round + 1][offset], 1);
+        int* const next = scratch.bins[round + 1];
+        each([&](int, unsigned key) {
+            const unsigned offset = (key >> shift) - threshold;  // A key that is 0 shares no bits with the threshold.
+            if (offset < 1u << bits) atomicAdd(&next[offset], 1);
         });
     }
 
     // ---- what lies before the calling warp's items ----
     int above = 0, ties = 0;
-    each(again, [&](int, unsigned key) {
+    each([&](int, unsigned key) {
         above += key >> shift > threshold;
         ties += key >> shift == threshold;
     });
@@ -188,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 
     // ---- write them ----
     const unsigned lanes_before = (1u << lane) - 1;
-    each(again, [&](int i, unsigned key) {
+    each([&](int i, unsigned key) {
         const unsigned is_above = __ballot_sync(kAll, key >> shift > threshold);
         const unsigned is_tie = __ballot_sync(kAll, key >> shift == threshold);
         if ((is_above | is_tie) == 0) return;

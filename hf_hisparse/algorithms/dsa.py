@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_hisparse import ops
 from hf_hisparse.algorithms.base import SparseAlgorithm
 
 
@@ -79,5 +78,7 @@ class LightningIndexer(SparseAlgorithm):
                 scores = scores.masked_fill(~visible, -torch.inf)
             else:
                 scores = scores.masked_fill(visible <= torch.finfo(visible.dtype).min / 2, -torch.inf)
-            selection[:, some] = ops.top_k(scores.flatten(0, 1), k).view(*scores.shape[:2], k)
+            best, ids = scores.topk(k, dim=-1)
+            ids = ids.masked_fill(best == -torch.inf, self.tokens).sort(dim=-1).values
+            selection[:, some] = ids.masked_fill(ids == self.tokens, -1)
         return selection
