@@ -130,6 +130,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     const float step = level.x;
     const unsigned total = __float_as_uint(level.y);
     const int bytes = width / 8, own = begin + warp * (kChunk / kWarps);
+    const unsigned char* const row_bits = bits + row * capacity * bytes;
+    const unsigned short* const row_scales = scales + row * capacity;
+    // Tokens that do not count are read as ones that do, or as the chunk's first, so that no load waits for a branch.
+    const auto within = [&](int token) { return max(min(token, end - 1), begin); };
     const auto score = [&](auto steps_, auto words) {
         constexpr int kSteps = decltype(steps_)::value;
         constexpr int kInFlight = 4 / kSteps;  // Tiles whose loads are under way at once.
@@ -147,13 +151,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
             for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int token = own + (group_of_tiles + i) * kTile + r * 8 + g;
-                    const bool valid = token >= first && token < end;
-                    const long long at = row * capacity + token;
-                    token_scale[i][r] = valid ? scales[at] : 0;
+                    const int token = within(own + (group_of_tiles + i) * kTile + r * 8 + g);
+                    token_scale[i][r] = row_scales[token];
+                    const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
 #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
-                        word[i][r][k] = valid ? load_word<decltype(words)::value>(bits + at * bytes, 4 * k + t, bytes) : 0;
+                        word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
                     }
                 }
             }
@@ -179,9 +182,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
                     const int token = own + (group_of_tiles + i) * kTile + r * 8 + g;
                     const unsigned product = combine(low[2 * r], low[2 * r + 1], high[2 * r]);
                     const float sum = static_cast<float>(static_cast<int>(2 * product - total));
-                    const bool valid = token >= first && token < end;
-                    const float offset = valid ? offsets[(token >> shift) - first_centre][t] : 0.0f;
-                    const float logit = valid ? sum * step * Float16::widen(token_scale[i][r]) + offset : -INFINITY;
+                    const float offset = offsets[(within(token) >> shift) - first_centre][t];
+                    float logit = sum * step * Float16::widen(token_scale[i][r]) + offset;
+                    if (token < first || token >= end) logit = -INFINITY;
                     mine[(group_of_tiles + i) * kTile + r * 8] = logit;
                     largest = fmaxf(largest, logit);
                 }

@@ -650,6 +650,10 @@ def score_rabitq(
             f"score_rabitq: `centres` of shape {list(centres.shape)} holds fewer than the {-(-tokens // block)} blocks "
             f"of {tokens} tokens"
         )
+    if (items - 1) * page_size >= capacity:
+        raise ValueError(
+            f"score_rabitq: {items} items of {page_size} tokens are more than `bits` of shape {list(bits.shape)} holds"
+        )
     if items * page_size >= 1 << 30:
         raise ValueError(f"score_rabitq: {items} items of {page_size} tokens are more than 2^30 tokens")
     if rows * group * items == 0:
