@@ -1,16 +1,16 @@
 // rotate_query: rotates queries and lays them out for the integer matrix product of score_rabitq.
 //
 // In:   query [rows, group, width]; rotation [width, width] float32. width is at most 256.
-// Out:  digits [rows, tiles, steps, 4, 32, 4] uint32, the operand B of score_rabitq, by lane; levels [rows, group, 2], of every
-//       head a float32 step and an int32 total. A tile is 4 query heads, a step 128 channels.
+// Out:  digits [rows, tiles, steps, 4, 32, 4] uint32, the operand B of score_rabitq, by lane; levels [rows, group, 2],
+//       of every head a float32 step and an int32 total. A tile is 4 query heads, a step 128 channels.
 //
-// A channel x of a head's rotated query, times `scale`, becomes the integer x / step, rounded, of three signed bytes: the step
-// is such that the largest channel becomes 127 * 0x10101 (half of it for a width above 128), so that a sum over the width fits
-// 32 bits. The total is the sum of a head's integers. `scale` is in units of log2(e).
+// A channel x of a head's rotated query, times `scale`, becomes the integer x / step, rounded, of three signed bytes:
+// the step is such that the largest channel becomes 127 * 0x10101 (half of it for a width above 128), so that a sum
+// over the width fits 32 bits. The total is the sum of a head's integers. `scale` is in units of log2(e).
 //
-// Where a digit goes: in the products m16n8k32 number s (0 to 3) of a step, of registers b0 and b1 (u = 0, 1) and column halves
-// v, lane 4g + t holds in byte j digit 2v + g % 2 of head g / 2, at channel 32t + 8j + 2s + u: the channel whose bit score_rabitq
-// finds in the same byte after a shift by 2s + u.
+// Where a digit goes: in the products m16n8k32 number s (0 to 3) of a step, of registers b0 and b1 (u = 0, 1) and
+// column halves v, lane 4g + t holds in byte j digit 2v + g % 2 of head g / 2, at channel 32t + 8j + 2s + u: the
+// channel whose bit score_rabitq finds in the same byte after a shift by 2s + u.
 //
 // Shape. A block of 1024 threads takes a tile: a thread sums a share of the width for one channel of all four heads.
 //
@@ -30,8 +30,8 @@ constexpr int kLargest = 127 * 0x10101;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) rotate_query(
-    const void* __restrict__ query, const float* __restrict__ rotation, long long steps_, long long dtype, long long group_,
-    long long width_, double scale, unsigned* __restrict__ digits, int2* __restrict__ levels
+    const void* __restrict__ query, const float* __restrict__ rotation, long long steps_, long long dtype,
+    long long group_, long long width_, double scale, unsigned* __restrict__ digits, int2* __restrict__ levels
 ) {
     const int group = static_cast<int>(group_), width = static_cast<int>(width_);
     const int tiles = (group + kHeads - 1) / kHeads, steps = static_cast<int>(steps_);

@@ -1,19 +1,20 @@
-// score_quest: of every page and query head, the softmax weight of the most that a key within the page's bounding box scores:
-// the first half of Quest's score, which softmax_mass completes.
+// score_quest: of every page and query head, the softmax weight of the most that a key within the page's bounding box
+// scores: the first half of Quest's score, which softmax_mass completes.
 //
-// In:   query [rows, group, width]; low and high [rows, capacity, width], of the same dtype; starts and lengths [rows] int64.
-// Out:  weights [rows, group, pages] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; a page with no
-//       token from starts to lengths has weight 0. `scale` multiplies logits and is in units of log2(e).
+// In:   query [rows, group, width]; low and high [rows, capacity, width], of the same dtype; starts and lengths [rows]
+//       int64.
+// Out:  weights [rows, group, pages] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; a page
+//       with no token from starts to lengths has weight 0. `scale` multiplies logits and is in units of log2(e).
 //
 // The bound is the sum over the width of max(q, 0) * high + min(q, 0) * low, in float32. width is a multiple of 8.
 //
-// Shape. 256 threads take a chunk of 128 pages of a row, for 4 query heads; further heads of a group are further blocks. Eight
-// lanes share a page, eight elements a lane at a time; a lane has four pages under way, so that a multiprocessor's two blocks
-// have 64 KiB under way. Shared memory: 16 bytes an element of the width.
+// Shape. 256 threads take a chunk of 128 pages of a row, for 4 query heads; further heads of a group are further
+// blocks. Eight lanes share a page, eight elements a lane at a time; a lane has four pages under way, so that a
+// multiprocessor's two blocks have 64 KiB under way. Shared memory: 16 bytes an element of the width.
 //
-// Cost, predicted (H200, 8 rows of 4 heads, 4096 pages of width 128 in bf16, us): launch 2; 16 MiB from memory 4; 2 FMA an
-// element and head, a conversion an element and a quarter of a clamp, which overlap it but for the last of each block, 1; the
-// softmax of a chunk 0.7. About 8.
+// Cost, predicted (H200, 8 rows of 4 heads, 4096 pages of width 128 in bf16, us): launch 2; 16 MiB from memory 4; 2 FMA
+// an element and head, a conversion an element and a quarter of a clamp, which overlap it but for the last of each
+// block, 1; the softmax of a chunk 0.7. About 8.
 
 #include "elements.cuh"
 #include "warp.cuh"
@@ -21,7 +22,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPages = 128;  // A block, as in `heuristics`.
+constexpr int kPages = 128;  // A block, as in `ops.cuda`.
 constexpr int kHeads = 4;
 constexpr int kLanes = 8;    // That share a page.
 constexpr int kEach = 4;     // Pages a lane.
@@ -54,23 +55,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) score_quest(
     with_dtype(dtype, [&](auto type) {
         using Type = decltype(type);
         using Eight = typename Type::Eight;
-        const auto* q = static_cast<const typename Type::Element*>(query) + first_head * width;
-        for (int i = thread; i < kHeads * width; i += kThreads) queries[i] = i < heads * width ? Type::widen(q[i]) : 0.0f;
-        __syncthreads();
-
         const int eights = width / 8, part = lane % kLanes;
         const int own = (thread / kLanes) * kEach;  // The lane's first page within the chunk.
         const Eight* const low_row = static_cast<const Eight*>(low) + row * capacity * eights;
         const Eight* const high_row = static_cast<const Eight*>(high) + row * capacity * eights;
-        float bound[kEach][kHeads] = {};
-        for (int e = part; e < eights; e += kLanes) {
-            Eight lows[kEach], highs[kEach];
+        Eight lows[kEach], highs[kEach];
+        const auto load = [&](int e) {
 #pragma unroll
             for (int p = 0; p < kEach; ++p) {
                 const int at = min(first + own + p, present - 1) * eights + e;
                 lows[p] = low_row[at];
                 highs[p] = high_row[at];
             }
+        };
+        load(min(part, eights - 1));  // Before anything waits.
+        const auto* q = static_cast<const typename Type::Element*>(query) + first_head * width;
+        for (int i = thread; i < kHeads * width; i += kThreads) {
+            queries[i] = i < heads * width ? Type::widen(q[i]) : 0.0f;
+        }
+        __syncthreads();
+
+        float bound[kEach][kHeads] = {};
+        for (int e = part; e < eights; e += kLanes) {
+            if (e != part) load(e);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float2 up[kHeads], down[kHeads];

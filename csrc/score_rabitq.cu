@@ -1,29 +1,33 @@
-// score_rabitq: of every item and query head, the softmax weight of what the 1-bit keys of its tokens score: the first half of
-// RaBitQ's score, which softmax_mass completes.
+// score_rabitq: of every item and query head, the softmax weight of what the 1-bit keys of its tokens score: the first
+// half of RaBitQ's score, which softmax_mass completes.
 //
 // In:   query [rows, group, width]; digits and levels from rotate_query; bits [rows, capacity, width / 8] uint8, least
-//       significant first; scales [rows, capacity] float16; centres [rows, centre_capacity, width], of the query's dtype;
-//       starts and lengths [rows] int64.
-// Out:  weights [rows, group, items] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; tokens outside
-//       starts to lengths have weight 0. `scale` multiplies logits and is in units of log2(e).
+//       significant first; scales [rows, capacity] float16; centres [rows, centre_capacity, width], of the query's
+//       dtype; starts and lengths [rows] int64.
+// Out:  weights [rows, group, items] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; tokens
+//       outside starts to lengths have weight 0. `scale` multiplies logits and is in units of log2(e).
 //
-// A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1. rotate_query has
-// made r integers of 24 bits, in three signed bytes; with bits b_i = 0 or 1 the sum is 2 * sum_i r_i b_i - sum_i r_i, exactly,
-// whatever the order. So the error is that of rounding r, 2^-24 of its largest channel, like that of a float32 product.
+// A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1.
+// rotate_query has made r integers of 24 bits, in three signed bytes; with bits b_i = 0 or 1 the sum is 2 * sum_i r_i
+// b_i - sum_i r_i, exactly, whatever the order. So the error is that of rounding r, 2^-24 of its largest channel, like
+// that of a float32 product.
 //
-// How. Matrix products m16n8k32 of bytes: 16 tokens by (4 heads x 4 digits, of which one is zero) in two halves of 8 columns. The
-// four lanes of a group hold one 32-bit word each of a token's 128 bits; a shift and a mask make four bytes of it, and which
-// channel lies where is settled in B. The columns are such that a lane ends with all digits of one head, for two tokens.
+// How. Matrix products m16n8k32 of bytes: 16 tokens by (4 heads x 4 digits, of which one is zero) in two halves of 8
+// columns. The four lanes of a group hold one 32-bit word each of a token's 128 bits; a shift and a mask make four
+// bytes of it, and which channel lies where is settled in B. The columns are such that a lane ends with all digits of
+// one head, for two tokens.
 //
-// Considered (8 rows, 4 heads, 131072 tokens, width 128; H200; us): expanding to bf16 +-1 takes twice the shifts and masks, and
-// 8 columns hold only two bf16 parts of each query, 16 bits: 10. A table of nibbles in shared memory: 32 reads of 16 bytes a
-// token, with conflicts about 8 cycles each a warp: 37. Sign flips and adds in float32: 540 million of each, 35.
+// Considered (8 rows, 4 heads, 131072 tokens, width 128; H200; us): expanding to bf16 +-1 takes twice the shifts and
+// masks, and 8 columns hold only two bf16 parts of each query, 16 bits: 10. A table of nibbles in shared memory: 32
+// reads of 16 bytes a token, with conflicts about 8 cycles each a warp: 37. Sign flips and adds in float32: 540 million
+// of each, 35.
 //
-// Shape. 256 threads take a chunk of up to 1024 tokens, whole items, for 4 query heads; further heads of a group are further blocks.
+// Shape. 256 threads take a chunk of up to 1024 tokens, whole items, for 4 query heads; further heads of a group are
+// further blocks.
 //
-// Cost, predicted for the same (us): launch 2; per 16 tokens and warp 8 products, 30 shifts and masks, some 30 instructions for
-// the logits, which bound it: 65536 x 45 integer instructions at 2 a cycle and multiprocessor 6.5; exponentials 1.1; the memory
-// floor, 19 MB, is 4.5 and overlaps. About 10.
+// Cost, predicted for the same (us): launch 2; per 16 tokens and warp 8 products, 30 shifts and masks, some 30
+// instructions for the logits, which bound it: 65536 x 45 integer instructions at 2 a cycle and multiprocessor 6.5;
+// exponentials 1.1; the memory floor, 19 MB, is 4.5 and overlaps. About 10.
 
 #include "elements.cuh"
 #include "warp.cuh"
@@ -31,7 +35,7 @@
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kChunk = 1024;       // Tokens a block, as in `heuristics`.
+constexpr int kChunk = 1024;       // Tokens a block, as in `ops.cuda`.
 constexpr int kHeads = 4;
 constexpr int kTile = 16;          // Tokens a matrix product.
 constexpr int kTiles = kChunk / kWarps / kTile;
@@ -46,7 +50,8 @@ struct Constant {
 
 // c += a * b: 16 tokens by 8 columns, over 32 channels.
 __device__ __forceinline__ void multiply(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -75,11 +80,12 @@ __device__ __forceinline__ unsigned load_word(const unsigned char* from, int ind
 extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     const void* __restrict__ query, const uint4* __restrict__ digits, const float2* __restrict__ levels,
     const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales, const void* __restrict__ centres,
-    long long steps, long long dtype, long long group_, long long width_, long long capacity, long long centre_capacity, long long block_shift,
-    long long items_, long long page_size_, double scale, const long long* __restrict__ starts,
+    long long steps, long long dtype, long long group_, long long width_, long long capacity, long long centre_capacity,
+    long long block_shift, long long items_, long long page_size_, double scale, const long long* __restrict__ starts,
     const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
 ) {
-    const int group = static_cast<int>(group_), width = static_cast<int>(width_), page_size = static_cast<int>(page_size_);
+    const int group = static_cast<int>(group_), width = static_cast<int>(width_);
+    const int page_size = static_cast<int>(page_size_);
     const unsigned chunks = static_cast<unsigned>(chunks_), tiles = (group + kHeads - 1) / kHeads;
     const unsigned chunk = blockIdx.x % chunks, head_tile = blockIdx.x / chunks % tiles;
     const long long row = blockIdx.x / chunks / tiles;
@@ -89,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     const int g = lane >> 2, t = lane & 3;  // Of a product's fragments: the token, and the word or the head.
 
     const int chunk_items = kChunk / page_size, shift = static_cast<int>(block_shift);
-    const int begin = chunk * chunk_items * page_size;
+    const int begin = chunk * chunk_items * page_size, chunk_end = begin + chunk_items * page_size;
     const int first = static_cast<int>(max(starts[row], static_cast<long long>(begin)));
     const int end = static_cast<int>(
-        min(min(lengths[row], min(items_ * page_size, capacity)), static_cast<long long>(begin + chunk_items * page_size)));
+        min(min(lengths[row], static_cast<long long>(chunk_end)), min(items_ * page_size, capacity)));
 
     __shared__ float offsets[kCentres][kHeads];
     __shared__ float held[kHeads][kStride];  // Logits of tokens, then their weights.
@@ -141,7 +147,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) b[k][s] = digits[(((row * tiles + head_tile) * kSteps + k) * 4 + s) * 32 + lane];
+            for (int s = 0; s < 4; ++s) {
+                b[k][s] = digits[(((row * tiles + head_tile) * kSteps + k) * 4 + s) * 32 + lane];
+            }
         }
 #pragma unroll 1
         for (int group_of_tiles = 0; group_of_tiles < kTiles; group_of_tiles += kInFlight) {

@@ -1,23 +1,24 @@
 // softmax_mass: the attention that each item would draw, summed over a group's query heads: the second half of a score.
 //
-// In:   weights [rows, group, items] float32, of every item 2^(logit - m), where m is the largest logit of the chunk of items
-//       that it lies in (of an item of several tokens, the sum); partials [rows, group, chunks, 2] float32, of every chunk m
-//       and the sum of its weights.
-// Out:  scores [rows, items] float32: the sum over heads of weight * 2^(m - M) / S, with M and S those of the whole history.
+// In:   weights [rows, group, items] float32, of every item 2^(logit - m), where m is the largest logit of the chunk of
+//       items that it lies in (of an item of several tokens, the sum); partials [rows, group, chunks, 2] float32, of
+//       every chunk m and the sum of its weights.
+// Out:  scores [rows, items] float32: the sum over heads of weight * 2^(m - M) / S, with M and S those of the whole
+//       history.
 //
 // A head whose sum is not a positive number (nothing to attend to, a NaN, +inf) counts as 0.
 //
 // Shape. 256 threads take 512 items of a row. Shared memory: 8 bytes a query head.
 //
-// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 128 chunks 1, twice; 8 MiB of weights, which the
-// first half has left in L2, 2. About 6 for 65536 items, 5 for 4096.
+// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 128 chunks 1, twice; 8 MiB of weights, which
+// the first half has left in L2, 2. About 6 for 65536 items, 5 for 4096.
 
 #include "warp.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kItems = 512;  // A block, as in `heuristics`.
+constexpr int kItems = 512;  // A block, as in `ops.cuda`.
 
 }  // namespace
 

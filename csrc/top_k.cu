@@ -4,26 +4,27 @@
 // Out:  selection [rows, k] int32, ascending, padded with -1 at the end.
 //
 // An item is page_size tokens. Candidates are the items of tokens starts to lengths; of these, the items of the first
-// sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0 equals
-// 0. Of equal scores the lowest items are taken. The result is a function of the scores: it depends on no order of threads.
+// sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0
+// equals 0. Of equal scores the lowest items are taken. The result is a function of the scores: it depends on no order
+// of threads.
 //
-// How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found 11, 11 and 10
-// bits at a time, from histograms in shared memory. Then every warp counts what it has above the threshold and at it, and
-// writes it behind what the warps before it have. Where all that share the bits known so far are needed, the rest of the bits
-// need not be found.
+// How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found 11, 11
+// and 10 bits at a time, from histograms in shared memory. Then every warp counts what it has above the threshold and
+// at it, and writes it behind what the warps before it have. Where all that share the bits known so far are needed, the
+// rest of the bits need not be found.
 //
-// Shape. A cluster of up to 8 blocks of 1024 threads takes a row (on an architecture without clusters, one block). A warp
-// owns a run of items. Up to 16384 items a block are kept in shared memory; of more, each pass reads the scores anew.
+// Shape. A cluster of up to 8 blocks of 1024 threads takes a row (on an architecture without clusters, one block). A
+// warp owns a run of items. Up to 16384 items a block are kept in shared memory; of more, each pass reads the scores
+// anew.
 //
 // Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
-// first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a barrier
-// 0.5; output 1.3. About 12.
+// first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a
+// barrier 0.5; output 1.3. About 12.
 
 #include "cluster.cuh"
 #include "warp.cuh"
 
 namespace {
-
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kBatch = 8;                         // Scores that a thread has under way at once.
@@ -79,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     // ---- the items that the calling warp owns ----
     const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
     const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
-    // Calls `body(item, key)` for each of them, a lane each, after kBatch loads at once. All lanes take part; what lies behind
-    // the end has key 0.
+    // Calls `body(item, key)` for each of them, a lane each, after kBatch loads at once. All lanes take part; what lies
+    // behind the end has key 0.
     const auto each_read = [&](auto body) {
         for (int base = begin + lane; base - lane < end; base += 32 * kBatch) {
             float score[kBatch];
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
             }
         }
     };
-    // The same of keys that are kept in shared memory. A lane meets the items that it met before: that needs no barrier.
+    // The same of keys that are kept in shared memory. A lane meets the items that it met before, without a barrier.
     const bool kept = run * kWarps <= kHeld;
     unsigned* const keep = held + warp * run;
     const auto each = [&](auto body) {
