@@ -1,7 +1,7 @@
 // Copies of bytes that lie anywhere, in the widest words that their alignment allows, and in bulk where the hardware can.
 #pragma once
 
-constexpr unsigned kAll = 0xffffffffu;
+#include "warp.cuh"
 
 // The largest word, in bytes, that divides `bits`: the bitwise or of the addresses and sizes that it must divide.
 __device__ __forceinline__ unsigned word_bytes(unsigned long long bits) {

@@ -34,7 +34,7 @@ from hf_hisparse import ops
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory.host_store import HostStore
 from hf_hisparse.ops import cuda
-from hf_hisparse.ops.heuristics import Shape, direct_blocks, pieces, swap_in_shape
+from hf_hisparse.ops.heuristics import SwapInShape, direct_blocks, pieces, swap_in_shape
 
 
 TOKENS = 1 << 17
@@ -419,7 +419,7 @@ def bench_shapes(bench: Bench, settings: Iterable[tuple[Setting, int]], rates: l
         for rate in rates:
             layers.misses = round(rate * setting.k)
             for movers, copiers in ((32, 0), (64, 0), (32, 4), (64, 4), (32, 8), (64, 8), (32, 16), (32, 32)):
-                shape = Shape(chosen.threads, movers, copiers)
+                shape = SwapInShape(chosen.threads, movers, copiers)
                 if copiers or layers.rows * direct_blocks(setting.k, size, movers) <= 1024:
                     op = partial(cuda.swap_in, shape=shape)
                     yield {

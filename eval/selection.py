@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from eval.common import environment, load_model, write_results
 from eval.texts import essays
 from hf_hisparse.algorithms import KeyScoring, Quest, RaBitQ
-from hf_hisparse.algorithms import base as scoring
+from hf_hisparse.ops.reference import softmax_mass, valid_tokens
 
 
 class TrueScores(KeyScoring):
@@ -33,24 +33,25 @@ class TrueScores(KeyScoring):
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"keys": keys.squeeze(2)}
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         tokens = min(items * self.page_size, self.representations["keys"].shape[1])
         logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
         logits[:, :, :tokens] = query.float() @ self.representations["keys"][:, :tokens].float().mT * scale
-        return scoring.softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
+        valid = valid_tokens(items * self.page_size, starts, lengths)
+        return softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
 
 
 class QuestSum(Quest):
     """Quest with its bounds summed over a group's heads as they are."""
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         return self.bound(query, items).sum(1)
 
 
 class QuestMax(Quest):
     """Quest with the largest bound of a group's heads."""
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         return self.bound(query, items).amax(1)
 
 

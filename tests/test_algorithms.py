@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
-from hf_hisparse.algorithms.base import softmax_mass
 from hf_hisparse.algorithms.rabitq import rotation
+from hf_hisparse.ops import reference
+from hf_hisparse.ops.reference import softmax_mass, valid_tokens
 from tests.helpers import DEVICE
 
 
@@ -41,11 +42,6 @@ def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, bu
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((rows,), t))
     return algorithm
-
-
-def valid_tokens(tokens: int, starts: Tensor, lengths: Tensor) -> Tensor:
-    position = torch.arange(tokens, device=DEVICE)
-    return (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
 
 
 def decoded(algorithm: RaBitQ, tokens: int) -> Tensor:
@@ -109,7 +105,7 @@ def test_quest_scores_are_the_softmax_of_the_bound():
     algorithm = filled(Quest(page_size=8), keys)
     starts, lengths = tensor([0, 20]), tensor([50, 50])
     filled(algorithm, keys, starts)
-    score = algorithm.score(query, 7, SCALE, valid_tokens(56, starts, lengths))
+    score = algorithm.score(query, 7, SCALE, starts, lengths)
     for row in range(2):
         first = int(starts[row]) // 8
         logits = np.full((1, 4, 7), -np.inf)
@@ -237,7 +233,7 @@ def test_rabitq_scores_are_the_softmax_of_the_estimate():
     starts, lengths = tensor([0, 13]), tensor([50, 50])
     algorithm = filled(RaBitQ(page_size=4), keys, starts)
     valid = valid_tokens(52, starts, lengths)
-    score = algorithm.score(query, 13, 0.125, valid)
+    score = algorithm.score(query, 13, 0.125, starts, lengths)
     rotated = query.double() @ rotation(64, DEVICE).double() * 0.125
     logits = (rotated @ decoded(algorithm, 50).transpose(1, 2)).cpu().numpy()
     logits = np.pad(logits, ((0, 0), (0, 0), (0, 2)), constant_values=-np.inf)
@@ -250,10 +246,10 @@ def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys, query = draw(2, 50, WIDTH), draw(2, 4, WIDTH, seed=1)
     algorithm = filled(RaBitQ(page_size=4), keys)
-    valid = valid_tokens(52, zeros(2), tensor([50, 50]))
-    whole = algorithm.score(query, 13, SCALE, valid)
-    monkeypatch.setattr(RaBitQ, "in_flight", 1)
-    torch.testing.assert_close(algorithm.score(query, 13, SCALE, valid), whole)
+    window = zeros(2), tensor([50, 50])
+    whole = algorithm.score(query, 13, SCALE, *window)
+    monkeypatch.setattr(reference, "TOKENS_UNPACKED", 8)
+    torch.testing.assert_close(algorithm.score(query, 13, SCALE, *window), whole)
 
 
 def test_keys_that_are_all_the_same_are_no_trouble():
@@ -325,11 +321,10 @@ def test_padding_leaves_no_trace(method):
     starts, lengths = tensor([0, 21]), tensor([40, 40])
     loud = keys.clone()
     loud[1, :21] = 1000
-    valid = valid_tokens(40, starts, lengths)
     quiet = filled(method(page_size=4), keys, starts)
     shouted = filled(method(page_size=4), loud, starts)
-    score = shouted.score(query, 10, SCALE, valid)
-    assert torch.equal(quiet.score(query, 10, SCALE, valid), score)
+    score = shouted.score(query, 10, SCALE, starts, lengths)
+    assert torch.equal(quiet.score(query, 10, SCALE, starts, lengths), score)
     assert not score[1, :5].any() and score.isfinite().all()
 
 
@@ -361,7 +356,7 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
     filled(algorithm, keys, starts)
     items, lengths = -(-tokens // page_size), full((rows,), tokens)
     selection = algorithm.retrieve_topk(query, k, items, SCALE, starts, lengths)
-    scores = algorithm.score(query, items, SCALE, valid_tokens(items * page_size, starts, lengths)).cpu()
+    scores = algorithm.score(query, items, SCALE, starts, lengths).cpu()
 
     assert selection.dtype == torch.int32 and selection.shape == (rows, min(k, items))
     for row, expected in enumerate(chosen(algorithm, scores, k, starts, lengths)):

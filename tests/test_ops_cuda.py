@@ -14,7 +14,7 @@ from torch.library import opcheck
 from hf_hisparse import config, ops
 from hf_hisparse.memory import pinned
 from hf_hisparse.ops import cuda, heuristics
-from hf_hisparse.ops.heuristics import Shape
+from hf_hisparse.ops.heuristics import SwapInShape
 from hf_hisparse.ops.reference import MAX_SLOTS
 
 
@@ -272,7 +272,7 @@ def test_any_launch_shape(case, movers, copiers, threads):
         pytest.skip("more items than such a block holds")
     if movers * (heuristics.pieces(case.item_bytes)[1] + 8) > cuda._SHARED_BYTES:
         pytest.skip("more shared memory than a block has")
-    shape = Shape(threads, movers, copiers)
+    shape = SwapInShape(threads, movers, copiers)
 
     def swap_in(*arguments: Tensor) -> Tensor:
         return cuda.swap_in(*arguments, shape=shape)
@@ -293,7 +293,7 @@ def test_many_launches_at_once(copiers):
     for step in range(20):
         for state, stream, own in zip(states, streams, selections, strict=True):
             with torch.cuda.stream(stream):
-                cuda.swap_in(*state.swap_in_arguments(own[step]), shape=Shape(1024, 64, copiers))
+                cuda.swap_in(*state.swap_in_arguments(own[step]), shape=SwapInShape(1024, 64, copiers))
     torch.cuda.synchronize()
     for state, other, own in zip(expected, states, selections, strict=True):
         for selection in own:
@@ -311,7 +311,7 @@ def test_an_entry_as_old_as_its_step_can_tell(copiers):
     selection = Steps(case).next_selection()
     for _ in range(2):
         ops.swap_in(*reference.swap_in_arguments(selection))
-        cuda.swap_in(*tested.swap_in_arguments(selection), shape=Shape(256, 64, copiers))
+        cuda.swap_in(*tested.swap_in_arguments(selection), shape=SwapInShape(256, 64, copiers))
         compare(reference, tested, "a step")
         for state in (reference, tested):
             state.clock += (1 << 16) - 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import reduce
 
 import torch
 from torch import Tensor
+
+from hf_hisparse import ops
 
 
 class Representations:
@@ -149,14 +150,14 @@ class KeyScoring(SparseAlgorithm):
         raise NotImplementedError
 
     @abstractmethod
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         """Scores `[rows, items]` float32, the larger the more worth attending to.
 
         Args:
             query: `[rows, group, width]`, the query heads that share a row's KV head.
             items: How many items the history has.
             scale: The softmax scale of the attention.
-            valid: `[rows, items * page_size]` bool, the tokens that can be attended to.
+            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
         """
 
     @staticmethod
@@ -205,57 +206,8 @@ class KeyScoring(SparseAlgorithm):
             starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
 
         Returns:
-            `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
+            `[rows, min(k, items)]` int32 item ids, unique and ascending, padded with -1 at the end.
         """
-        position = torch.arange(items * self.page_size, device=query.device)
-        valid = (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
-        scores = self.score(query, items, scale, valid)
-        item = torch.arange(items, device=query.device)
-        first, last = starts // self.page_size, (lengths - 1) // self.page_size
-        sink = (starts + max(self.sink_tokens, 1) - 1) // self.page_size
-        recent = (lengths - max(self.recent_tokens, 1)) // self.page_size
-        kept = (item <= sink.unsqueeze(1)) | (item >= recent.unsqueeze(1))
-        inside = (item >= first.unsqueeze(1)) & (item <= last.unsqueeze(1))
-        scores = scores.masked_fill(kept, torch.inf).masked_fill(~inside, -torch.inf)
-        return best_ids(scores, k)
-
-
-def best_ids(scores: Tensor, k: int) -> Tensor:
-    """The ids of the `k` largest scores, and of equal ones those of the lowest ids.
-
-    A score becomes an integer that orders alike, and the id its lower half: no two are equal then, so that what is
-    selected depends neither on how top-k breaks ties nor on how many scores of -inf follow.
-
-    Args:
-        scores: `[..., n]` float32, -inf for what cannot be selected.
-        k: How many.
-
-    Returns:
-        `[..., min(k, n)]` int32 ids, ascending, padded with -1 at the end.
-    """
-    n = scores.shape[-1]
-    bits = (scores + 0.0).view(torch.int32)  # The sum of -0 and 0 is 0.
-    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
-    backwards = torch.arange(n - 1, -1, -1, device=scores.device)
-    best = (ordered << 32 | backwards).topk(min(k, n), dim=-1, sorted=False).values
-    ids = n - 1 - (best & 0xFFFFFFFF)
-    ids = ids.masked_fill(scores.gather(-1, ids) == -torch.inf, n).sort(dim=-1).values
-    return ids.masked_fill(ids == n, -1).to(torch.int32)
-
-
-def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
-    """The attention that each entry would draw, summed over a group's query heads.
-
-    Heads are normalised before they are summed: a head with large logits would otherwise choose for its whole group.
-    Invalid entries at the end change no bit of the others: a head's weights are summed in fixed point, in which every
-    order of addition gives the same, and heads one after the other.
-
-    Args:
-        logits: `[rows, group, entries]` float32.
-        valid: `[rows, entries]` bool.
-    """
-    logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp().nan_to_num(0.0)
-    # The largest weight is 1, so that 40 bits behind the point lose nothing that float32 could hold of the sum.
-    total = (weights * 2.0**40).long().sum(dim=-1, keepdim=True).clamp(min=1).float() / 2.0**40
-    return reduce(torch.add, (weights / total).unbind(1))
+        scores = self.score(query, items, scale, starts, lengths)
+        sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
+        return ops.top_k(scores, min(k, items), starts, lengths, self.page_size, sink, recent)

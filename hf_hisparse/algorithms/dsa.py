@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_hisparse.algorithms.base import SparseAlgorithm, best_ids
+from hf_hisparse import ops
+from hf_hisparse.algorithms.base import SparseAlgorithm
 
 
 class LightningIndexer(SparseAlgorithm):
@@ -77,5 +78,5 @@ class LightningIndexer(SparseAlgorithm):
                 scores = scores.masked_fill(~visible, -torch.inf)
             else:
                 scores = scores.masked_fill(visible <= torch.finfo(visible.dtype).min / 2, -torch.inf)
-            selection[:, some] = best_ids(scores, k)
+            selection[:, some] = ops.top_k(scores.flatten(0, 1), k).unflatten(0, scores.shape[:2])
         return selection

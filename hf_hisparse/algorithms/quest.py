@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_hisparse.algorithms.base import KeyScoring, softmax_mass
+from hf_hisparse import ops
+from hf_hisparse.algorithms.base import KeyScoring
+from hf_hisparse.ops.reference import quest_bound
 
 
 class Quest(KeyScoring):
@@ -26,10 +28,8 @@ class Quest(KeyScoring):
 
     def bound(self, query: Tensor, items: int) -> Tensor:
         """The most that any key of a page can score, `[rows, group, items]` float32."""
-        query = query.float()
-        low = self.representations["low"][:, :items].float().transpose(1, 2)
-        high = self.representations["high"][:, :items].float().transpose(1, 2)
-        return query.clamp(min=0) @ high + query.clamp(max=0) @ low
+        return quest_bound(query, self.representations["low"][:, :items], self.representations["high"][:, :items])
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
-        return softmax_mass(self.bound(query, items) * scale, valid.unflatten(1, (items, self.page_size)).any(2))
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+        low, high = self.representations["low"], self.representations["high"]
+        return ops.score_quest(query, low, high, items, self.page_size, scale, starts, lengths)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hisparse.algorithms.base import KeyScoring, Representations, softmax_mass
+from hf_hisparse import ops
+from hf_hisparse.algorithms.base import KeyScoring, Representations
 
 
 @lru_cache
@@ -16,7 +17,7 @@ def rotation(width: int, device: torch.device) -> Tensor:
     """A fixed random rotation `[width, width]`, the same on every device: after it no channel stands out."""
     generator = torch.Generator().manual_seed(0)
     q, r = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).float().to(device)
+    return (q * r.diagonal().sign()).float().contiguous().to(device)
 
 
 class RaBitQ(KeyScoring):
@@ -32,8 +33,6 @@ class RaBitQ(KeyScoring):
     granularity = 1
     block = 256
     """Tokens a block."""
-    in_flight = 64
-    """Blocks that are unpacked at a time: unpacked signs are 32 times the bits."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -103,19 +102,17 @@ class RaBitQ(KeyScoring):
         bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
         return {"bits": bits.sum(-1, dtype=torch.uint8), "scale": scale.to(torch.float16)}
 
-    def score(self, query: Tensor, items: int, scale: float, valid: Tensor) -> Tensor:
-        tokens = min(items * self.page_size, self.representations["bits"].shape[1])
-        query = query.float() * scale
-        rotated = query @ rotation(query.shape[-1], query.device)
-        offset = query @ self.centres["centre"].float().transpose(1, 2)
-        logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
-        shifts = torch.arange(8, dtype=torch.uint8, device=query.device)
-        span = self.in_flight * self.block
-        for low in range(0, tokens, span):
-            high = min(low + span, tokens)
-            bits = self.representations["bits"][:, low:high].unsqueeze(-1) >> shifts & 1
-            signs = bits.flatten(-2).float() * 2 - 1
-            scales = self.representations["scale"][:, low:high].float().unsqueeze(1)
-            blocks = torch.arange(low, high, device=query.device) // self.block
-            logits[:, :, low:high] = rotated @ signs.transpose(1, 2) * scales + offset[:, :, blocks]
-        return softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+        return ops.score_rabitq(
+            query,
+            rotation(query.shape[-1], query.device),
+            self.representations["bits"],
+            self.representations["scale"],
+            self.centres["centre"],
+            self.block,
+            items,
+            self.page_size,
+            scale,
+            starts,
+            lengths,
+        )

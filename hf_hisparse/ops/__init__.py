@@ -3,10 +3,10 @@
 On a CUDA device they are kernels, which are compiled when they are first used: until then nothing of CUDA is imported.
 """
 
-from hf_hisparse.ops.reference import append, swap_in
+from hf_hisparse.ops.reference import append, score_quest, score_rabitq, swap_in, top_k
 
 
-__all__ = ["append", "swap_in"]
+__all__ = ["append", "score_quest", "score_rabitq", "swap_in", "top_k"]
 
 
 @swap_in.register_kernel("cuda")
@@ -21,3 +21,24 @@ def _append(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.append(*args)
+
+
+@top_k.register_kernel("cuda")
+def _top_k(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.top_k(*args)
+
+
+@score_quest.register_kernel("cuda")
+def _score_quest(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.score_quest(*args)
+
+
+@score_rabitq.register_kernel("cuda")
+def _score_rabitq(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.score_rabitq(*args)

@@ -13,6 +13,7 @@ import argparse
 import functools
 import hashlib
 import io
+import math
 import os
 import re
 import tempfile
@@ -26,25 +27,37 @@ from torch import Tensor
 
 from hf_hisparse.ops import reference
 from hf_hisparse.ops.heuristics import (
+    HELD_SCORES,
     ITEMS_PER_THREAD,
     MAX_THREADS,
-    Shape,
+    SwapInShape,
     append_threads,
     direct_blocks,
     pieces,
     swap_in_shape,
+    top_k_blocks,
+    top_k_shared_bytes,
 )
 
 
-KERNELS = (("swap_in", ()), ("swap_in", ("WITHOUT_COPY",)), ("append", ()))
+KERNELS = (
+    ("swap_in", ()),
+    ("swap_in", ("WITHOUT_COPY",)),
+    ("append", ()),
+    ("top_k", ()),
+    ("score_quest", ()),
+    ("rotate_query", ()),
+    ("score_rabitq", ()),
+    ("softmax_mass", ()),
+)
 """Every kernel: the file and function that it is, and the macros that it is compiled with."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """What the kernels are tested to compile for. They need compute capability 8.0."""
 
 MAX_K = ITEMS_PER_THREAD * MAX_THREADS
 MAX_PARTS = 4
-_SHARED_BYTES = 96 << 10
-"""Dynamic shared memory that a swap-in may take; every device from compute capability 8.0 on has it."""
+_SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES}
+"""The most dynamic shared memory of kernels that use much; every device from compute capability 8.0 on has it."""
 
 
 # ---- compilation -----------------------------------------------------------------------------------------------------
@@ -174,7 +187,7 @@ class Kernel:
         code = self._core.ObjectCode.from_cubin(_cached(source, name, f"sm_{major}{minor}", macros))
         self._kernel = code.get_kernel(name)
         self._streams: dict[int, Any] = {}
-        self._shapes: dict[tuple[int, int, int], Any] = {}
+        self._shapes: dict[tuple[int, int, int, int], Any] = {}
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches use up to `nbytes` of dynamic shared memory."""
@@ -186,16 +199,19 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{nbytes} bytes of shared memory cannot be had ({status})")
 
-    def __call__(self, blocks: int, threads: int, shared_bytes: int, *arguments: int) -> None:
-        """Launches it on PyTorch's current stream."""
+    def __call__(
+        self, blocks: int, threads: int, shared_bytes: int, *arguments: int | float, cluster: int = 1
+    ) -> None:
+        """Launches so many blocks, or clusters of blocks, on PyTorch's current stream."""
         stream = torch.cuda.current_stream(self.index)
         launch_stream = self._streams.get(stream.cuda_stream)
         if launch_stream is None:
             launch_stream = self._streams[stream.cuda_stream] = self._wrap(stream)
-        shape = (blocks, threads, shared_bytes)
+        shape = (blocks, threads, shared_bytes, cluster)
         config = self._shapes.get(shape)
         if config is None:
-            config = self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
+            clusters = {"cluster": cluster} if cluster > 1 else {}
+            config = self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes, **clusters)
             self._shapes[shape] = config
         self._core.launch(launch_stream, config, self._kernel, *arguments)
 
@@ -213,8 +229,8 @@ class Kernel:
 def _kernel(name: str, index: int, macros: tuple[str, ...] = ()) -> Kernel:
     with torch.cuda.device(index):
         kernel = Kernel((source_directory() / f"{name}.cu").read_text(), name, index, macros)
-        if name == "swap_in":
-            kernel.allow_shared(_SHARED_BYTES)
+        if name in _SHARED_BYTES:
+            kernel.allow_shared(_SHARED_BYTES[name])
     return kernel
 
 
@@ -222,7 +238,7 @@ def _kernel(name: str, index: int, macros: tuple[str, ...] = ()) -> Kernel:
 def unavailable(index: int) -> str | None:
     """Why the kernels cannot run on a device, None where they can. The first call compiles and loads them."""
     try:
-        for name in ("swap_in", "append"):
+        for name in dict.fromkeys(name for name, _ in KERNELS):
             _kernel(name, index)
     except Exception as error:  # Whatever it is, there is another way to run.
         return f"{type(error).__name__}: {error}"
@@ -239,8 +255,9 @@ def _warn(reason: str) -> None:
     )
 
 
-def _falls_back(device: torch.device) -> bool:
-    reason = unavailable(device.index)
+def _falls_back(device: torch.device, reason: str | None = None) -> bool:
+    """Whether the op runs as PyTorch, for that reason or because there are no kernels, after a warning that says so."""
+    reason = unavailable(device.index) or reason
     if reason is not None:
         _warn(reason)
     return reason is not None
@@ -248,7 +265,7 @@ def _falls_back(device: torch.device) -> bool:
 
 @functools.cache
 def _device(index: int) -> tuple[int, bool]:
-    """Multiprocessors of a device, and whether it copies in bulk."""
+    """Multiprocessors of a device, and whether it has thread-block clusters and copies in bulk."""
     properties = torch.cuda.get_device_properties(index)
     return properties.multi_processor_count, properties.major >= 9
 
@@ -294,7 +311,7 @@ def swap_in(
     log: Tensor,
     progress: Tensor,
     *,
-    shape: Shape | None = None,
+    shape: SwapInShape | None = None,
     macros: tuple[str, ...] = (),
 ) -> Tensor:
     """`ops.swap_in` on a CUDA device.
@@ -453,12 +470,276 @@ def append(
     return None
 
 
-def _launch(kernel: Kernel, *arguments: int) -> None:
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The numbers of dtypes in `csrc/elements.cuh`."""
+_LOG2_E = math.log2(math.e)
+_HEADS = 4
+"""Query heads that a block scores, as `kHeads` in the sources."""
+_QUEST_CHUNK = 128
+"""Pages that a block scores, as `kPages` in score_quest.cu."""
+_RABITQ_CHUNK = 1024
+"""Tokens that a block scores, as `kChunk` in score_rabitq.cu."""
+_RABITQ_WIDTH = 256
+"""The widest query, as `kWidth` in rotate_query.cu."""
+_MASS_ITEMS = 512
+"""Items of a block, as `kItems` in softmax_mass.cu."""
+
+
+def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
+    _check(op, "starts", starts, torch.int64, (rows,), device)
+    _check(op, "lengths", lengths, torch.int64, (rows,), device)
+
+
+def top_k(
+    scores: Tensor,
+    k: int,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    page_size: int = 1,
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
+    *,
+    blocks: int | None = None,
+) -> Tensor:
+    """`ops.top_k` on a CUDA device.
+
+    Args:
+        blocks: Blocks a row, for measurement; None for what `heuristics` says.
+    """
+    if _falls_back(scores.device):
+        with reference.top_k.set_kernel_enabled("cuda", enabled=False):
+            return reference.top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    rows, items = scores.shape
+    _check("top_k", "scores", scores, torch.float32, (rows, items), scores.device)
+    if (starts is None) != (lengths is None):
+        raise ValueError("top_k: give both of `starts` and `lengths`, or neither")
+    if starts is not None and lengths is not None:
+        _check_window("top_k", starts, lengths, rows, scores.device)
+    if page_size < 1:
+        raise ValueError(f"top_k: `page_size` must be positive, not {page_size}")
+    if max(items, k) >= 1 << 30:
+        raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items")
+    selection = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if items == 0:
+        return selection.fill_(-1)
+    if selection.numel() == 0:
+        return selection
+    index = scores.device.index
+    if blocks is None:
+        blocks = top_k_blocks(rows, items, *_device(index))
+    _launch(
+        _kernel("top_k", index),
+        rows,
+        MAX_THREADS,
+        top_k_shared_bytes(items, blocks),
+        scores.data_ptr(),
+        selection.data_ptr(),
+        items,
+        k,
+        0 if starts is None else starts.data_ptr(),
+        0 if lengths is None else lengths.data_ptr(),
+        page_size,
+        sink_tokens,
+        recent_tokens,
+        cluster=blocks,
+    )
+    return selection
+
+
+def _softmax_mass(weights: Tensor, partials: Tensor, chunk_items: int) -> Tensor:
+    """The second half of a score: `[rows, items]` from `[rows, group, items]` and `[rows, group, chunks, 2]`."""
+    rows, group, items = weights.shape
+    scores = weights.new_empty(rows, items)
+    row_blocks = -(-items // _MASS_ITEMS)
+    _launch(
+        _kernel("softmax_mass", weights.device.index),
+        rows * row_blocks,
+        256,
+        8 * group,
+        weights.data_ptr(),
+        partials.data_ptr(),
+        scores.data_ptr(),
+        group,
+        items,
+        chunk_items,
+        partials.shape[2],
+        row_blocks,
+    )
+    return scores
+
+
+def score_quest(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """`ops.score_quest` on a CUDA device."""
+    rows, group, width = query.shape
+    reason = None
+    if query.dtype not in _DTYPES or low.dtype != query.dtype:
+        reason = f"score_quest takes no {query.dtype} queries with {low.dtype} keys"
+    elif width % 8 or width > 1024:
+        reason = f"score_quest takes heads of a multiple of 8, at most 1024, not of {width}"
+    if _falls_back(query.device, reason):
+        with reference.score_quest.set_kernel_enabled("cuda", enabled=False):
+            return reference.score_quest(query, low, high, items, page_size, scale, starts, lengths)
+    device, capacity = query.device, low.shape[1]
+    query = query.contiguous()
+    _check("score_quest", "low", low, query.dtype, (rows, capacity, width), device)
+    _check("score_quest", "high", high, query.dtype, (rows, capacity, width), device)
+    _check_window("score_quest", starts, lengths, rows, device)
+    if items > capacity:
+        raise ValueError(
+            f"score_quest: `items` is {items}, and `low` of shape {list(low.shape)} holds {capacity} pages"
+        )
+    if capacity * width >= 1 << 31:
+        raise ValueError(f"score_quest: a row of `low` of shape {list(low.shape)} has more than 2^31 elements")
+    if rows * group * items == 0:
+        return query.new_zeros(rows, items, dtype=torch.float32)
+    chunks = -(-items // _QUEST_CHUNK)
+    weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
+    partials = torch.empty(rows, group, chunks, 2, dtype=torch.float32, device=device)
+    _launch(
+        _kernel("score_quest", device.index),
+        rows * -(-group // _HEADS) * chunks,
+        256,
+        4 * _HEADS * width,
+        query.data_ptr(),
+        low.data_ptr(),
+        high.data_ptr(),
+        _DTYPES[query.dtype],
+        group,
+        width,
+        capacity,
+        items,
+        page_size,
+        float(scale * _LOG2_E),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        weights.data_ptr(),
+        partials.data_ptr(),
+        chunks,
+    )
+    return _softmax_mass(weights, partials, _QUEST_CHUNK)
+
+
+def score_rabitq(
+    query: Tensor,
+    rotation: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    centres: Tensor,
+    block: int,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """`ops.score_rabitq` on a CUDA device."""
+    rows, group, width = query.shape
+    reason = None
+    if query.dtype not in _DTYPES or centres.dtype != query.dtype:
+        reason = f"score_rabitq takes no {query.dtype} queries with {centres.dtype} keys"
+    elif width > _RABITQ_WIDTH:
+        reason = f"score_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
+    elif page_size > _RABITQ_CHUNK:
+        reason = f"score_rabitq takes pages of at most {_RABITQ_CHUNK} tokens, not of {page_size}"
+    if _falls_back(query.device, reason):
+        with reference.score_rabitq.set_kernel_enabled("cuda", enabled=False):
+            return reference.score_rabitq(
+                query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths
+            )
+    device, capacity = query.device, bits.shape[1]
+    query = query.contiguous()
+    _check("score_rabitq", "rotation", rotation, torch.float32, (width, width), device)
+    _check("score_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
+    _check("score_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
+    _check("score_rabitq", "centres", centres, query.dtype, (rows, centres.shape[1], width), device)
+    _check_window("score_rabitq", starts, lengths, rows, device)
+    if width % 8:
+        raise ValueError(f"score_rabitq: the width of `query` of shape {list(query.shape)} must be a multiple of 8")
+    if block < 16 or block & (block - 1):
+        raise ValueError(f"score_rabitq: `block` must be a power of two from 16 on, not {block}")
+    tokens = min(items * page_size, capacity)
+    if -(-tokens // block) > centres.shape[1]:
+        raise ValueError(
+            f"score_rabitq: `centres` of shape {list(centres.shape)} holds fewer than the {-(-tokens // block)} blocks "
+            f"of {tokens} tokens"
+        )
+    if (items - 1) * page_size >= capacity:
+        raise ValueError(
+            f"score_rabitq: {items} items of {page_size} tokens are more than `bits` of shape {list(bits.shape)} holds"
+        )
+    if items * page_size >= 1 << 30:
+        raise ValueError(f"score_rabitq: {items} items of {page_size} tokens are more than 2^30 tokens")
+    if rows * group * items == 0:
+        return query.new_zeros(rows, items, dtype=torch.float32)
+    chunk_items = _RABITQ_CHUNK // page_size
+    chunks, tiles = -(-items // chunk_items), -(-group // _HEADS)
+    steps = 1 if width <= 128 and width % 32 == 0 else 2
+    digits = torch.empty(rows, tiles, steps, 4, 32, 4, dtype=torch.int32, device=device)
+    levels = torch.empty(rows, group, 2, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
+    partials = torch.empty(rows, group, chunks, 2, dtype=torch.float32, device=device)
+    _launch(
+        _kernel("rotate_query", device.index),
+        rows * tiles,
+        1024,
+        0,
+        query.data_ptr(),
+        rotation.data_ptr(),
+        steps,
+        _DTYPES[query.dtype],
+        group,
+        width,
+        float(scale * _LOG2_E),
+        digits.data_ptr(),
+        levels.data_ptr(),
+    )
+    _launch(
+        _kernel("score_rabitq", device.index),
+        rows * tiles * chunks,
+        256,
+        0,
+        query.data_ptr(),
+        digits.data_ptr(),
+        levels.data_ptr(),
+        bits.data_ptr(),
+        scales.data_ptr(),
+        centres.data_ptr(),
+        steps,
+        _DTYPES[query.dtype],
+        group,
+        width,
+        capacity,
+        centres.shape[1],
+        block.bit_length() - 1,
+        items,
+        page_size,
+        float(scale * _LOG2_E),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        weights.data_ptr(),
+        partials.data_ptr(),
+        chunks,
+    )
+    return _softmax_mass(weights, partials, chunk_items)
+
+
+def _launch(kernel: Kernel, *arguments: Any, cluster: int = 1) -> None:
     if kernel.index == torch.cuda.current_device():
-        kernel(*arguments)
+        kernel(*arguments, cluster=cluster)
     else:
         with torch.cuda.device(kernel.index):
-            kernel(*arguments)
+            kernel(*arguments, cluster=cluster)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,13 @@ MOVERS = 32
 """Copying threads of such a block where each has a piece under way: 256 in all, which just fills the link."""
 WARPS = 16
 """Copying warps of such a block where a whole warp copies an item: as many bytes under way."""
+MAX_CLUSTER = 8
+"""Blocks a cluster that every device with clusters can run."""
+HELD_SCORES = 16384
+"""Scores that a block of the top-k kernel keeps in shared memory, as `kHeld` in its source."""
 
 
-class Shape(NamedTuple):
+class SwapInShape(NamedTuple):
     """How the swap-in kernel is launched; see its source.
 
     Args:
@@ -45,7 +49,7 @@ def direct_blocks(k: int, item_bytes: int, movers: int) -> int:
     return -(-k * pieces(item_bytes)[0] // movers)
 
 
-def swap_in_shape(rows: int, k: int, slots: int, item_bytes: int, multiprocessors: int, bulk: bool) -> Shape:
+def swap_in_shape(rows: int, k: int, slots: int, item_bytes: int, multiprocessors: int, bulk: bool) -> SwapInShape:
     """The launch shape of the swap-in kernel.
 
     A planning thread takes two selected items and four slots, as far as a block reaches; more threads would wait for
@@ -61,8 +65,8 @@ def swap_in_shape(rows: int, k: int, slots: int, item_bytes: int, multiprocessor
     while threads < MAX_THREADS and (k > 2 * threads or slots > 4 * threads):
         threads *= 2
     if rows * (1 + direct_blocks(k, item_bytes, DIRECT_MOVERS)) <= multiprocessors * (MAX_THREADS // threads):
-        return Shape(threads, DIRECT_MOVERS, 0)
-    return Shape(threads, MOVERS if bulk else min(threads, 32 * WARPS), COPIERS)
+        return SwapInShape(threads, DIRECT_MOVERS, 0)
+    return SwapInShape(threads, MOVERS if bulk else min(threads, 32 * WARPS), COPIERS)
 
 
 def append_threads(slots: int) -> int:
@@ -71,3 +75,27 @@ def append_threads(slots: int) -> int:
     while threads < MAX_THREADS and slots > 4 * threads:
         threads *= 2
     return threads
+
+
+def top_k_blocks(rows: int, items: int, multiprocessors: int, clusters: bool) -> int:
+    """Blocks a row of the top-k kernel, a cluster, of as many threads as there can be.
+
+    More blocks read a row sooner but wait for each other five times; a thread takes at least four scores. All the
+    blocks of a cluster must run at once.
+
+    Args:
+        rows, items: The shape of the scores.
+        multiprocessors: Of the device.
+        clusters: Whether the device has thread-block clusters. Without them a row takes one block.
+    """
+    blocks = 1
+    if clusters:
+        while blocks < MAX_CLUSTER and 2 * blocks * rows <= multiprocessors and 4 * MAX_THREADS * blocks < items:
+            blocks *= 2
+    return blocks
+
+
+def top_k_shared_bytes(items: int, blocks: int) -> int:
+    """Dynamic shared memory of the top-k kernel: its scores, if they fit."""
+    each = -(-items // (blocks * MAX_THREADS)) * MAX_THREADS
+    return 4 * each if each <= HELD_SCORES else 0

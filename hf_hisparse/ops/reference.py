@@ -1,4 +1,7 @@
-"""The ops in plain PyTorch: what they mean, on any device. A faster implementation must equal them bit for bit.
+"""The ops in plain PyTorch: what they mean, on any device.
+
+A faster implementation must equal them bit for bit, except that scores may differ by the rounding of float32. Of two
+items whose scores differ by no more than that, it may then select the other one, but always the same one.
 
 An LRU row is described by four tensors that the ops read and write:
 
@@ -16,6 +19,7 @@ A history lies in host memory in slabs: `slab_table [rows, slabs]` int64 holds t
 from __future__ import annotations
 
 import ctypes
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -233,3 +237,184 @@ def _(
     clock,
 ):
     return None
+
+
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+
+def valid_tokens(tokens: int, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Which of a row's first `tokens` tokens can be attended to: `starts` to `lengths`. `[rows, tokens]` bool."""
+    position = torch.arange(tokens, device=starts.device)
+    return (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+
+
+def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
+    """The attention that each entry would draw, summed over a group's query heads.
+
+    Heads are normalised before they are summed: a head with large logits would otherwise choose for its whole group.
+    Invalid entries at the end change no bit of the others: a head's weights are summed in fixed point, in which every
+    order of addition gives the same, and heads one after the other.
+
+    Args:
+        logits: `[rows, group, entries]` float32.
+        valid: `[rows, entries]` bool.
+    """
+    logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp().nan_to_num(0.0)
+    # The largest weight is 1, so that 40 bits behind the point lose nothing that float32 could hold of the sum.
+    total = (weights * 2.0**40).long().sum(dim=-1, keepdim=True).clamp(min=1).float() / 2.0**40
+    return reduce(torch.add, (weights / total).unbind(1))
+
+
+@torch.library.custom_op("hf_hisparse::top_k", mutates_args=())
+def top_k(
+    scores: Tensor,
+    k: int,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    page_size: int = 1,
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
+) -> Tensor:
+    """Selects the `k` best scored items of every row, exactly.
+
+    Of equal scores the lowest items are taken, and -0 equals 0. Items that score -inf or NaN are never selected.
+
+    Args:
+        scores: `[rows, items]` float32.
+        k: Items to select.
+        starts, lengths: `[rows]` int64: only items with tokens from `starts` to `lengths` are selected. None for all.
+        page_size: Tokens an item.
+        sink_tokens, recent_tokens: The items of so many tokens from `starts` on, and of so many up to `lengths`, rank
+            as if they scored +inf.
+
+    Returns:
+        `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
+    """
+    rows, items = scores.shape
+    item = torch.arange(items, device=scores.device)
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    if starts is not None and lengths is not None:
+        start, length = starts.unsqueeze(1), lengths.unsqueeze(1)
+        if sink_tokens:
+            scores = scores.masked_fill(item <= (start + sink_tokens - 1) // page_size, torch.inf)
+        if recent_tokens:
+            scores = scores.masked_fill(item >= (length - recent_tokens) // page_size, torch.inf)
+        inside = (item >= start // page_size) & (item <= (length - 1) // page_size)
+        scores = scores.masked_fill(~inside, -torch.inf)
+    count = min(k, items)
+    threshold = scores.topk(count, dim=1).values[:, -1:] if count else scores.new_full((rows, 1), torch.inf)
+    above, ties = scores > threshold, scores == threshold
+    taken = above | (ties & (ties.cumsum(1) <= count - above.sum(1, keepdim=True)))
+    taken &= scores > -torch.inf
+    place = torch.where(taken, taken.cumsum(1) - 1, k)
+    selection = torch.full((rows, k + 1), -1, dtype=torch.int32, device=scores.device)
+    return selection.scatter_(1, place, item.to(torch.int32).expand(rows, -1))[:, :k].contiguous()
+
+
+@top_k.register_fake
+def _(scores, k, starts=None, lengths=None, page_size=1, sink_tokens=0, recent_tokens=0):
+    return scores.new_empty(scores.shape[0], k, dtype=torch.int32)
+
+
+def quest_bound(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The most that any key within a page's bounding box scores, `[rows, group, pages]` float32.
+
+    Args:
+        query: `[rows, group, width]`.
+        low, high: `[rows, pages, width]`.
+    """
+    query = query.float()
+    low, high = low.float().transpose(1, 2), high.float().transpose(1, 2)
+    return query.clamp(min=0) @ high + query.clamp(max=0) @ low
+
+
+@torch.library.custom_op("hf_hisparse::score_quest", mutates_args=())
+def score_quest(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """Quest's scores: the softmax over pages of the bound on their keys' logits, summed over a group's query heads.
+
+    Args:
+        query: `[rows, group, width]`, the query heads that share a row's KV head.
+        low, high: `[rows, capacity, width]`, the bounding boxes of pages; `items <= capacity`.
+        items: How many pages the history has.
+        page_size: Tokens a page.
+        scale: The softmax scale of the attention.
+        starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+
+    Returns:
+        `[rows, items]` float32; 0 for a page of no such token.
+    """
+    valid = valid_tokens(items * page_size, starts, lengths).unflatten(1, (items, page_size)).any(2)
+    return softmax_mass(quest_bound(query, low[:, :items], high[:, :items]) * scale, valid)
+
+
+@score_quest.register_fake
+def _(query, low, high, items, page_size, scale, starts, lengths):
+    return query.new_empty(query.shape[0], items, dtype=torch.float32)
+
+
+TOKENS_UNPACKED = 1 << 14
+"""Tokens whose bits are unpacked at a time: unpacked signs are 32 times the bits."""
+
+
+@torch.library.custom_op("hf_hisparse::score_rabitq", mutates_args=())
+def score_rabitq(
+    query: Tensor,
+    rotation: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    centres: Tensor,
+    block: int,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """RaBitQ's scores: the softmax over tokens of the estimated logits, summed over items and a group's query heads.
+
+    A token's logit is estimated as `scale * (q . centre + (q @ rotation) . (token_scale * signs))`.
+
+    Args:
+        query: `[rows, group, width]`, the query heads that share a row's KV head.
+        rotation: `[width, width]` float32.
+        bits: `[rows, capacity, width / 8]` uint8, of every token the signs of its key, least significant bit first.
+        scales: `[rows, capacity]` float16, the token's scale.
+        centres: `[rows, blocks, width]`, the centre of each block of tokens.
+        block: Tokens a block.
+        items: How many items the history has.
+        page_size: Tokens an item.
+        scale: The softmax scale of the attention.
+        starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+
+    Returns:
+        `[rows, items]` float32; 0 for an item of no such token.
+    """
+    tokens = min(items * page_size, bits.shape[1])
+    query = query.float() * scale
+    rotated = query @ rotation
+    offset = query @ centres.float().transpose(1, 2)
+    logits = query.new_full((*query.shape[:2], items * page_size), -torch.inf)
+    shifts = torch.arange(8, dtype=torch.uint8, device=query.device)
+    for low in range(0, tokens, TOKENS_UNPACKED):
+        high = min(low + TOKENS_UNPACKED, tokens)
+        signs = (bits[:, low:high].unsqueeze(-1) >> shifts & 1).flatten(-2).float() * 2 - 1
+        blocks = torch.arange(low, high, device=query.device) // block
+        products = rotated @ signs.transpose(1, 2) * scales[:, low:high].float().unsqueeze(1)
+        logits[:, :, low:high] = products + offset[:, :, blocks]
+    valid = valid_tokens(items * page_size, starts, lengths)
+    return softmax_mass(logits, valid).unflatten(1, (items, page_size)).sum(2)
+
+
+@score_rabitq.register_fake
+def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths):
+    return query.new_empty(query.shape[0], items, dtype=torch.float32)

@@ -1,0 +1,120 @@
+// rotate_query: rotates queries and lays them out for the integer matrix product of score_rabitq.
+//
+// In:   query [rows, group, width]; rotation [width, width] float32. width is at most 256.
+// Out:  digits [rows, tiles, steps, 4, 32, 4] uint32, the operand B of score_rabitq, by lane; levels [rows, group, 2],
+//       of every head a float32 step and an int32 total. A tile is 4 query heads, a step 128 channels.
+//
+// A channel x of a head's rotated query, times `scale`, becomes the integer x / step, rounded, of three signed bytes:
+// the step is such that the largest channel becomes 127 * 0x10101 (half of it for a width above 128), so that a sum
+// over the width fits 32 bits. The total is the sum of a head's integers. `scale` is in units of log2(e).
+//
+// Where a digit goes: in the products m16n8k32 number s (0 to 3) of a step, of registers b0 and b1 (u = 0, 1) and
+// column halves v, lane 4g + t holds in byte j digit 2v + g % 2 of head g / 2, at channel 32t + 8j + 2s + u: the
+// channel whose bit score_rabitq finds in the same byte after a shift by 2s + u.
+//
+// Shape. A block of 1024 threads takes a tile: a thread sums a share of the width for one channel of all four heads.
+//
+// Cost, predicted (H200, us): launch 2, the query 0.7, 64 KiB of the rotation from L2 1, the rest 0.8. About 4.5.
+
+#include "elements.cuh"
+#include "warp.cuh"
+
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kHeads = 4;
+constexpr int kStep = 128;  // Channels.
+constexpr int kWidth = 2 * kStep;
+constexpr int kLargest = 127 * 0x10101;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) rotate_query(
+    const void* __restrict__ query, const float* __restrict__ rotation, long long steps_, long long dtype,
+    long long group_, long long width_, double scale, unsigned* __restrict__ digits, int2* __restrict__ levels
+) {
+    const int group = static_cast<int>(group_), width = static_cast<int>(width_);
+    const int tiles = (group + kHeads - 1) / kHeads, steps = static_cast<int>(steps_);
+    const int tile = blockIdx.x % tiles;
+    const long long row = blockIdx.x / tiles;
+    const int heads = min(kHeads, group - tile * kHeads);
+    const long long first_head = row * group + tile * kHeads;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+
+    __shared__ float queries[kHeads][kWidth];
+    __shared__ float sums[kHeads][kThreads];
+    __shared__ int integers[kHeads][kWidth];
+
+    with_dtype(dtype, [&](auto type) {
+        using Type = decltype(type);
+        const auto* q = static_cast<const typename Type::Element*>(query) + first_head * width;
+        for (int i = thread; i < kHeads * width; i += kThreads) {
+            const int head = i / width;
+            queries[head][i - head * width] = head < heads ? Type::widen(q[i]) * static_cast<float>(scale) : 0.0f;
+        }
+    });
+    __syncthreads();
+
+    // ---- rotate ----
+    const int channels = steps * kStep, shares = kThreads / channels;
+    const int channel = thread % channels, share = thread / channels;
+    float sum[kHeads] = {};
+    if (channel < width) {
+        const int length = (width + shares - 1) / shares;
+        const int end = min(width, (share + 1) * length);
+#pragma unroll 16
+        for (int i = share * length; i < end; ++i) {
+            const float factor = rotation[i * width + channel];
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) sum[h] += queries[h][i] * factor;
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) sums[h][thread] = sum[h];
+    __syncthreads();
+
+    // ---- round: a warp takes a head ----
+    if (warp < kHeads) {
+        float x[kWidth / 32], largest = 0;
+#pragma unroll
+        for (int i = 0; i < kWidth / 32; ++i) {
+            const int c = i * 32 + lane;
+            x[i] = 0;
+            if (c < channels) {
+                for (int s = 0; s < shares; ++s) x[i] += sums[warp][s * channels + c];
+            }
+            largest = fmaxf(largest, fabsf(x[i]));
+        }
+        const float most = static_cast<float>(steps == 1 ? kLargest : kLargest / 2);
+        const float step = warp_max(largest) / most;
+        int total = 0;
+#pragma unroll
+        for (int i = 0; i < kWidth / 32; ++i) {
+            const int c = i * 32 + lane;
+            const int integer = step > 0 ? __float2int_rn(fminf(fmaxf(x[i] / step, -most), most)) : 0;
+            integers[warp][c] = integer;
+            total += integer;
+        }
+        total = __reduce_add_sync(kAll, total);
+        if (lane == 0 && warp < heads) levels[first_head + warp] = make_int2(__float_as_int(step), total);
+    }
+    __syncthreads();
+
+    // ---- lay out ----
+    digits += (row * tiles + tile) * steps * 512;
+    for (int i = thread; i < steps * 512; i += kThreads) {
+        const int u = i & 1, v = i >> 1 & 1, t = i >> 2 & 3, g = i >> 4 & 7, s = i >> 7 & 3, step = i >> 9;
+        unsigned word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int integer = integers[g / 2][step * kStep + 32 * t + 8 * j + 2 * s + u];
+            // The digits are balanced: what a byte takes with its sign, the next one makes good.
+            const int first = static_cast<signed char>(integer);
+            const int second = static_cast<signed char>((integer - first) >> 8);
+            const int third = (((integer - first) >> 8) - second) >> 8;
+            const int digit = v ? (g & 1 ? 0 : third) : (g & 1 ? second : first);
+            word |= static_cast<unsigned>(digit & 0xff) << (8 * j);
+        }
+        digits[i] = word;
+    }
+}

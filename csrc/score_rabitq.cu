@@ -1,0 +1,246 @@
+// score_rabitq: of every item and query head, the softmax weight of what the 1-bit keys of its tokens score: the first
+// half of RaBitQ's score, which softmax_mass completes.
+//
+// In:   query [rows, group, width]; digits and levels from rotate_query; bits [rows, capacity, width / 8] uint8, least
+//       significant first; scales [rows, capacity] float16; centres [rows, centre_capacity, width], of the query's
+//       dtype; starts and lengths [rows] int64.
+// Out:  weights [rows, group, items] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; tokens
+//       outside starts to lengths have weight 0. `scale` multiplies logits and is in units of log2(e).
+//
+// A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1.
+// rotate_query has made r integers of 24 bits, in three signed bytes; with bits b_i = 0 or 1 the sum is 2 * sum_i r_i
+// b_i - sum_i r_i, exactly, whatever the order. So the error is that of rounding r, 2^-24 of its largest channel, like
+// that of a float32 product.
+//
+// How. Matrix products m16n8k32 of bytes: 16 tokens by (4 heads x 4 digits, of which one is zero) in two halves of 8
+// columns. The four lanes of a group hold one 32-bit word each of a token's 128 bits; a shift and a mask make four
+// bytes of it, and which channel lies where is settled in B. The columns are such that a lane ends with all digits of
+// one head, for two tokens.
+//
+// Considered (8 rows, 4 heads, 131072 tokens, width 128; H200; us): expanding to bf16 +-1 takes twice the shifts and
+// masks, and 8 columns hold only two bf16 parts of each query, 16 bits: 10. A table of nibbles in shared memory: 32
+// reads of 16 bytes a token, with conflicts about 8 cycles each a warp: 37. Sign flips and adds in float32: 540 million
+// of each, 35.
+//
+// Shape. 256 threads take a chunk of up to 1024 tokens, whole items, for 4 query heads; further heads of a group are
+// further blocks.
+//
+// Cost, predicted for the same (us): launch 2; per 16 tokens and warp 8 products, 30 shifts and masks, some 30
+// instructions for the logits, which bound it: 65536 x 45 integer instructions at 2 a cycle and multiprocessor 6.5;
+// exponentials 1.1; the memory floor, 19 MB, is 4.5 and overlaps. About 10.
+
+#include "elements.cuh"
+#include "warp.cuh"
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kChunk = 1024;       // Tokens a block, as in `ops.cuda`.
+constexpr int kHeads = 4;
+constexpr int kTile = 16;          // Tokens a matrix product.
+constexpr int kTiles = kChunk / kWarps / kTile;
+constexpr int kLeastBlock = 16;    // Tokens that share a centre.
+constexpr int kCentres = kChunk / kLeastBlock + 1;
+constexpr int kStride = kChunk + 8;  // So that the lanes of a warp write to different banks.
+
+template <int number>
+struct Constant {
+    static constexpr int value = number;
+};
+
+// c += a * b: 16 tokens by 8 columns, over 32 channels.
+__device__ __forceinline__ void multiply(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned combine(int first, int second, int third) {
+    return static_cast<unsigned>(first) + (static_cast<unsigned>(second) << 8) + (static_cast<unsigned>(third) << 16);
+}
+
+// Word `index` of the `bytes` bytes at `from`, which are aligned whole words or not; what lies behind them is 0.
+template <bool words>
+__device__ __forceinline__ unsigned load_word(const unsigned char* from, int index, int bytes) {
+    unsigned word = 0;
+    if constexpr (words) {
+        if (index * 4 < bytes) word = reinterpret_cast<const unsigned*>(from)[index];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (index * 4 + i < bytes) word |= static_cast<unsigned>(from[index * 4 + i]) << (8 * i);
+        }
+    }
+    return word;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
+    const void* __restrict__ query, const uint4* __restrict__ digits, const float2* __restrict__ levels,
+    const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales, const void* __restrict__ centres,
+    long long steps, long long dtype, long long group_, long long width_, long long capacity, long long centre_capacity,
+    long long block_shift, long long items_, long long page_size_, double scale, const long long* __restrict__ starts,
+    const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
+) {
+    const int group = static_cast<int>(group_), width = static_cast<int>(width_);
+    const int page_size = static_cast<int>(page_size_);
+    const unsigned chunks = static_cast<unsigned>(chunks_), tiles = (group + kHeads - 1) / kHeads;
+    const unsigned chunk = blockIdx.x % chunks, head_tile = blockIdx.x / chunks % tiles;
+    const long long row = blockIdx.x / chunks / tiles;
+    const int heads = min(kHeads, group - static_cast<int>(head_tile) * kHeads);
+    const long long first_head = row * group + head_tile * kHeads;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int g = lane >> 2, t = lane & 3;  // Of a product's fragments: the token, and the word or the head.
+
+    const int chunk_items = kChunk / page_size, shift = static_cast<int>(block_shift);
+    const int begin = chunk * chunk_items * page_size, chunk_end = begin + chunk_items * page_size;
+    const int first = static_cast<int>(max(starts[row], static_cast<long long>(begin)));
+    const int end = static_cast<int>(
+        min(min(lengths[row], static_cast<long long>(chunk_end)), min(items_ * page_size, capacity)));
+
+    __shared__ float offsets[kCentres][kHeads];
+    __shared__ float held[kHeads][kStride];  // Logits of tokens, then their weights.
+    __shared__ float per_warp[kWarps][kHeads];
+
+    // ---- q . centre, of each block of tokens that the chunk meets ----
+    const int first_centre = begin >> shift;
+    const int centre_count = end > begin ? (end - 1 >> shift) - first_centre + 1 : 0;
+    with_dtype(dtype, [&](auto type) {
+        using Type = decltype(type);
+        using Element = typename Type::Element;
+        for (int pair = warp; pair < centre_count * kHeads; pair += kWarps) {
+            const int c = pair / kHeads, h = pair % kHeads;
+            float sum = 0;
+            if (h < heads) {
+                const Element* const q = static_cast<const Element*>(query) + (first_head + h) * width;
+                const Element* const centre =
+                    static_cast<const Element*>(centres) + (row * centre_capacity + first_centre + c) * width;
+#pragma unroll 4
+                for (int i = lane; i < width; i += 32) {
+                    sum += Type::widen(q[i]) * static_cast<float>(scale) * Type::widen(centre[i]);
+                }
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) offsets[c][h] = sum;
+        }
+    });
+    __syncthreads();
+
+    // ---- logits: a lane has head t of tokens g and g + 8 of each tile ----
+    // A lane reads of `held` what it has written itself, until the weights are complete.
+    float* const mine = &held[t][warp * (kChunk / kWarps) + g];
+    float largest = -INFINITY;
+    const float2 level = t < heads ? levels[first_head + t] : make_float2(0.0f, 0.0f);
+    const float step = level.x;
+    const unsigned total = __float_as_uint(level.y);
+    const int bytes = width / 8, own = begin + warp * (kChunk / kWarps);
+    const unsigned char* const row_bits = bits + row * capacity * bytes;
+    const unsigned short* const row_scales = scales + row * capacity;
+    // Tokens that do not count are read as ones that do, or as the chunk's first, so that no load waits for a branch.
+    const auto within = [&](int token) { return max(min(token, end - 1), begin); };
+    const auto score = [&](auto steps_, auto words) {
+        constexpr int kSteps = decltype(steps_)::value;
+        constexpr int kInFlight = 4 / kSteps;  // Tiles whose loads are under way at once.
+        uint4 b[kSteps][4];
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                b[k][s] = digits[(((row * tiles + head_tile) * kSteps + k) * 4 + s) * 32 + lane];
+            }
+        }
+#pragma unroll 1
+        for (int group_of_tiles = 0; group_of_tiles < kTiles; group_of_tiles += kInFlight) {
+            unsigned word[kInFlight][2][kSteps];
+            unsigned short token_scale[kInFlight][2];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int token = within(own + (group_of_tiles + i) * kTile + r * 8 + g);
+                    token_scale[i][r] = row_scales[token];
+                    const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
+#pragma unroll
+                    for (int k = 0; k < kSteps; ++k) {
+                        word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                int low[4] = {}, high[4] = {};
+#pragma unroll
+                for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+                    for (int s = 0; s < 4; ++s) {
+                        unsigned a[4];
+#pragma unroll
+                        for (int u = 0; u < 2; ++u) {
+#pragma unroll
+                            for (int r = 0; r < 2; ++r) a[2 * u + r] = word[i][r][k] >> (2 * s + u) & 0x01010101u;
+                        }
+                        multiply(low, a, b[k][s].x, b[k][s].y);
+                        multiply(high, a, b[k][s].z, b[k][s].w);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int token = own + (group_of_tiles + i) * kTile + r * 8 + g;
+                    const unsigned product = combine(low[2 * r], low[2 * r + 1], high[2 * r]);
+                    const float sum = static_cast<float>(static_cast<int>(2 * product - total));
+                    const float offset = offsets[(within(token) >> shift) - first_centre][t];
+                    float logit = sum * step * Float16::widen(token_scale[i][r]) + offset;
+                    if (token < first || token >= end) logit = -INFINITY;
+                    mine[(group_of_tiles + i) * kTile + r * 8] = logit;
+                    largest = fmaxf(largest, logit);
+                }
+            }
+        }
+    };
+    if (steps == 1) {
+        score(Constant<1>{}, Constant<true>{});
+    } else if (width % 32 == 0) {
+        score(Constant<2>{}, Constant<true>{});
+    } else {
+        score(Constant<2>{}, Constant<false>{});
+    }
+
+    // ---- the chunk's softmax ----
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
+    if (g == 0) per_warp[warp][t] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, per_warp[w][t]);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+        const float weight = power(mine[i * 8], largest);
+        mine[i * 8] = weight;
+        sum += weight;
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAll, sum, lanes);
+    __syncthreads();  // Every warp has read the maxima, and written its weights.
+    if (g == 0) per_warp[warp][t] = sum;
+    __syncthreads();
+    if (warp == 0 && g == 0 && t < heads) {
+        sum = 0;
+        for (int w = 0; w < kWarps; ++w) sum += per_warp[w][t];
+        partials[(first_head + t) * chunks_ + chunk] = make_float2(largest, sum);
+    }
+
+    // ---- sums over items ----
+    const int first_item = chunk * chunk_items;
+    const int count = min(chunk_items, static_cast<int>(items_) - first_item);
+    for (int h = 0; h < heads; ++h) {
+        float* const out = weights + (first_head + h) * items_ + first_item;
+        for (int i = threadIdx.x; i < count; i += kThreads) {
+            float weight = 0;
+            for (int token = i * page_size; token < (i + 1) * page_size; ++token) weight += held[h][token];
+            out[i] = weight;
+        }
+    }
+}
