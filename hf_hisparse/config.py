@@ -22,7 +22,8 @@ class HiSparseConfig:
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
         backend: Name of the attention backend. None: the fastest one that the device has.
         max_cache_len: The longest history, prompt and new tokens together, that the cache will hold. Makes every shape
-            of the decode step constant, which a CUDA graph needs. None: the history grows as it comes.
+            of the decode step constant, which a CUDA graph needs; a step then scores as many tokens as there is room
+            for. None: the history grows as it comes.
         cuda_graph: Where `max_cache_len` is given, on a CUDA device, decode steps are captured in a CUDA graph and
             replayed. False: never.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
