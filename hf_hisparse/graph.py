@@ -302,6 +302,14 @@ def environment() -> Hashable:
     )
 
 
+def has_address(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: quantised ones may be made of others, which can change unseen."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 class Snapshot:
     """Everything about a model that its kernels depend on: its modules, where their weights lie, its active adapters.
 
@@ -335,8 +343,11 @@ class Snapshot:
         self._tables = [table for table in self._sized[len(self.states) :] if table]
         self._members = list(chain.from_iterable(map(dict.values, self._tables)))
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
-        if any(tensor.device != device for tensor in self._tensors):
-            raise Uncapturable(f"not all of the model is on {device}, where its inputs are")
+        for tensor in self._tensors:
+            if tensor.device != device:
+                raise Uncapturable(f"not all of the model is on {device}, where its inputs are")
+            if not has_address(tensor):
+                raise Uncapturable(f"the model has weights of the kind `{type(tensor).__name__}`, without an address")
         self._hooks = [state[name] for state in self.states for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._adapters = [state for state in self.states if "_active_adapter" in state]
         self._facts = self._read()

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hisparse import HierarchicalSparseCache, graph, patch_model, unpatch_model
+from hf_hisparse import HierarchicalSparseCache, graph, ops, patch_model, unpatch_model
 from hf_hisparse.algorithms import KeyScoring, LightningIndexer
 from hf_hisparse.algorithms.base import Representations
-from hf_hisparse.ops.reference import softmax_mass
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, convert
 from hf_hisparse.memory import Memory
 from hf_hisparse.memory.device_buffer import DeviceBuffer
 from hf_hisparse.memory.host_store import HostStore
+from hf_hisparse.ops.reference import softmax_mass
 from tests.helpers import (
     GQA,
     METHODS,
@@ -330,6 +330,44 @@ def test_generate_replays_and_gives_the_same(tiny, kind, padded):
     # The first of 39 steps is run and the second is captured.
     assert (cache.graphed.captured, cache.graphed.replayed) == (1, 38)
     assert cache.get_seq_length() == 129
+
+
+def test_a_number_that_is_taken_from_the_host_is_noticed(tiny, monkeypatch):
+    """So that the tests that run again can fail."""
+
+    def retrieve(self: SparseCoordinator, query: Tensor, scale: float) -> Tensor:
+        items = self.memory.layout.items(self.capacity)
+        lengths = torch.full_like(self.lengths, self.length)
+        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, lengths)
+
+    monkeypatch.setattr(SparseCoordinator, "retrieve", retrieve)
+    model, ids = tiny("llama"), random_ids(2, 90)
+    cache = graphed(model, GQA)
+    found = generate(model, ids, cache, 30)
+    expected = generate(model, ids, HierarchicalSparseCache(model, **GQA, max_cache_len=300), 30)
+    assert cache.graphed.replayed == 28 and not torch.equal(logits_of(found), logits_of(expected))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantised weights may be."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **kwargs or {})
+
+
+def test_weights_without_an_address_run_eagerly(warned):
+    model: Any = make_model("llama")
+    projection = model.model.layers[0].mlp.up_proj
+    projection._parameters["weight"] = Wrapped(projection.weight.detach())
+    eagerly(model, warned, "weights of the kind `Wrapped`, without an address")
 
 
 def test_a_dense_history_is_not_captured(tiny):

@@ -199,9 +199,7 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{nbytes} bytes of shared memory cannot be had ({status})")
 
-    def __call__(
-        self, blocks: int, threads: int, shared_bytes: int, *arguments: int | float, cluster: int = 1
-    ) -> None:
+    def __call__(self, blocks: int, threads: int, shared_bytes: int, *arguments: int | float, cluster: int = 1) -> None:
         """Launches so many blocks, or clusters of blocks, on PyTorch's current stream."""
         stream = torch.cuda.current_stream(self.index)
         launch_stream = self._streams.get(stream.cuda_stream)
