@@ -2,7 +2,8 @@
 
 `model.generate` continues a random prompt over one cache after the other, in one process:
 
-- `hierarchical`: the history in host memory, a working set on the device;
+- `hierarchical`: the history in host memory, a working set on the device, decode steps in a CUDA graph;
+- `eager`: the same without a graph;
 - `resident`: the same selection and attention with the whole history on the device, which is what the copies cost;
 - `no-io`: the hierarchical cache without its copies (the tokens are wrong then), what the mechanism costs;
 - `dynamic`, `offloading`: transformers' `DynamicCache`, and the same with every layer fetched from host memory;
@@ -112,9 +113,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Models with random weights by name: `(model_type, config)`."""
 
 CACHES: dict[str, Callable[[Any, int, dict[str, Any]], Cache]] = {
-    "hierarchical": lambda model, length, options: HierarchicalSparseCache(model, **options),
-    "resident": lambda model, length, options: HierarchicalSparseCache(model, **options, offload=False),
-    "no-io": lambda model, length, options: HierarchicalSparseCache(model, **options),
+    "hierarchical": lambda model, length, options: HierarchicalSparseCache(model, **options, max_cache_len=length),
+    "eager": lambda model, length, options: HierarchicalSparseCache(model, **options),
+    "resident": lambda model, length, options: HierarchicalSparseCache(
+        model, **options, max_cache_len=length, offload=False
+    ),
+    "no-io": lambda model, length, options: HierarchicalSparseCache(model, **options, max_cache_len=length),
     "dynamic": lambda model, length, options: DynamicCache(config=_text_config(model)),
     "offloading": lambda model, length, options: DynamicCache(config=_text_config(model), offloading=True),
     "static": lambda model, length, options: StaticCache(config=_text_config(model), max_cache_len=length),
