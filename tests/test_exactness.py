@@ -230,6 +230,7 @@ def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, promp
 
 # ---- a context that top_k covers -------------------------------------------------------------------------------------
 
+LATENT = ["deepseek_v3"]
 DENSE = [
     "llama",
     "qwen2",
@@ -256,7 +257,12 @@ def test_a_covered_context_equals_the_dense_cache(tiny, name):
     cache = HierarchicalSparseCache(model, top_k=128)
     output = generate(model, ids, cache, 24)
     assert torch.equal(output.sequences, dense.sequences)
-    assert same_bits(logits_of(output), logits_of(dense))
+    if name in LATENT:
+        # The dense cache keeps latents, of which the model makes all keys and values anew at every step, and ours the
+        # keys and values made of each: products of other shapes, which may be summed in another order.
+        close(logits_of(output), logits_of(dense))
+    else:
+        assert same_bits(logits_of(output), logits_of(dense))
     assert cache.stats().host_bytes == 0
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
+from hf_hisparse.ops.reference import rabitq_bits
 
 
 @lru_cache
@@ -42,7 +43,7 @@ class RaBitQ(KeyScoring):
         super().forget()
         self.centres = Representations()
         self.filling: Any = None
-        """Sum `[rows, width]` float32 and number `[rows, 1]` of the keys of the newest block."""
+        """Sum `[rows, width]` float32 and number `[rows, 1]` int64 of the keys of the newest block."""
 
     @property
     def nbytes(self) -> int:
@@ -84,23 +85,22 @@ class RaBitQ(KeyScoring):
             self.filling[1].copy_(count)
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
-        rows = torch.arange(len(key), device=key.device)
-        block = position // self.block
-        opens = (position % self.block == 0).unsqueeze(1)
-        total, count = self.filling
-        centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), self.centres["centre"][rows, block])
-        self.centres["centre"][rows, block] = centre
-        self._fill(torch.where(opens, 0, total) + key, torch.where(opens, 0, count) + 1)
-        for name, entry in self.encode((key.float() - centre.float()).unsqueeze(1)).items():
-            self.representations[name][rows, position] = entry.squeeze(1)
+        ops.encode_rabitq(
+            key,
+            position,
+            rotation(key.shape[-1], key.device),
+            self.representations["bits"],
+            self.representations["scale"],
+            self.centres["centre"],
+            *self.filling,
+            self.block,
+        )
 
     @staticmethod
     def encode(centred: Tensor) -> dict[str, Tensor]:
         """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8, scales `[rows, n]` float16."""
-        x = centred @ rotation(centred.shape[-1], centred.device)
-        scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
-        return {"bits": bits.sum(-1, dtype=torch.uint8), "scale": scale.to(torch.float16)}
+        bits, scale = rabitq_bits(centred, rotation(centred.shape[-1], centred.device))
+        return {"bits": bits, "scale": scale}
 
     def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         return ops.score_rabitq(

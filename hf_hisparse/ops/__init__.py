@@ -3,10 +3,10 @@
 On a CUDA device they are kernels, which are compiled when they are first used: until then nothing of CUDA is imported.
 """
 
-from hf_hisparse.ops.reference import append, score_quest, score_rabitq, swap_in, top_k
+from hf_hisparse.ops.reference import append, encode_rabitq, score_quest, score_rabitq, swap_in, top_k
 
 
-__all__ = ["append", "score_quest", "score_rabitq", "swap_in", "top_k"]
+__all__ = ["append", "encode_rabitq", "score_quest", "score_rabitq", "swap_in", "top_k"]
 
 
 @swap_in.register_kernel("cuda")
@@ -21,6 +21,13 @@ def _append(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.append(*args)
+
+
+@encode_rabitq.register_kernel("cuda")
+def _encode_rabitq(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.encode_rabitq(*args)
 
 
 @top_k.register_kernel("cuda")
