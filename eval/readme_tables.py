@@ -132,6 +132,7 @@ CACHES = {
     "dynamic": "`DynamicCache`",
     "offloading": "`DynamicCache(offloading=True)`",
     "static": "`StaticCache`, compiled",
+    "floor": "none: a captured forward, hardly any attention",
 }
 
 
@@ -142,10 +143,10 @@ def decode() -> str:
         [
             f"{row['context']:,}",
             CACHES[row["cache"]],
-            f"{row['ttft_s']:.2f}",
+            f"{row['ttft_s']:.2f}" if "ttft_s" in row else "",
             f"{row['tpot_ms']:.1f}",
-            f"{(row['peak_decode_bytes'] - row['weights_bytes']) / 2**30:.2f}",
-            f"{row['host_bytes'] / 2**30:.1f}",
+            f"{(row['peak_decode_bytes'] - row['weights_bytes']) / 2**30:.2f}" if "peak_decode_bytes" in row else "",
+            f"{row['host_bytes'] / 2**30:.1f}" if row.get("host_bytes") else "",
             "" if row.get("hit_rate") is None else f"{row['hit_rate']:.0%}",
         ]
         for row in run["rows"]
