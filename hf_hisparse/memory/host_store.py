@@ -169,6 +169,7 @@ class HostStore:
     @staticmethod
     def wait() -> None:
         """Waits on the host until the latest write has landed, whatever store made it, so that its source is free."""
-        if HostStore._latest is not None:
-            HostStore._latest.synchronize()
-            HostStore._latest = None
+        # Another thread may end its wait, or begin a write, at any point here.
+        latest, HostStore._latest = HostStore._latest, None
+        if latest is not None:
+            latest.synchronize()
