@@ -7,7 +7,6 @@ import ctypes
 import gc
 import mmap
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -807,34 +806,3 @@ def test_device_bytes_do_not_grow_with_the_history():
     assert grown > 20000
     assert memory.device_bytes - before == 2 * (4 * grown + 8 * grown // memory.store.items_per_slab)
     assert memory.host_bytes == 2 * memory.store.capacity * layout.elements * 4
-
-
-def test_threads_wait_for_writes_at_once(monkeypatch):
-    """Caches of several threads write through the same process: one may find that another's wait is over already."""
-
-    class Written:
-        def synchronize(self) -> None:
-            pass
-
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(3000):
-                HostStore._latest = Written()
-                HostStore.wait()
-        except BaseException as error:
-            failures.append(error)
-
-    monkeypatch.setattr(HostStore, "_latest", None)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
