@@ -12,6 +12,9 @@ from hf_hisparse.layout import ItemLayout
 class ReferenceBackend(AttentionBackend):
     """Gathers the selected items and attends to them densely. Supports everything that the interface names."""
 
+    block = 1 << 24
+    """Elements of items that are gathered at a time."""
+
     def attend(
         self,
         query: Tensor,
@@ -24,6 +27,33 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+    ) -> Tensor:
+        block = max(1, self.block // max(1, selection.shape[1] * layout.elements))
+        rows = [slice(low, low + block) for low in range(0, max(1, len(query)), block)]
+        outputs = [
+            self._attend(
+                *(tensor[some] for tensor in (query, buffer, slots, selection, starts, lengths)),
+                layout,
+                scale,
+                softcap,
+                None if sinks is None else sinks[some],
+            )
+            for some in rows
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @staticmethod
+    def _attend(
+        query: Tensor,
+        buffer: Tensor,
+        slots: Tensor,
+        selection: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        layout: ItemLayout,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         rows = torch.arange(len(query), device=query.device).unsqueeze(1)
         items = buffer[rows, slots.clamp(min=0).long()]
