@@ -71,6 +71,8 @@ class LightningIndexer(SparseAlgorithm):
             # What only later queries see is not scored.
             seen = tokens - max(0, queries - low - block)
             first = positions + low if low else positions
-            scores = ops.score_indexer(query[:, some].to(keys.dtype), weights[:, some], keys, seen, scale, starts, first)
+            scores = ops.score_indexer(
+                query[:, some].to(keys.dtype), weights[:, some], keys, seen, scale, starts, first
+            )
             selection[:, some] = ops.top_k(scores.flatten(0, 1), selection.shape[-1]).unflatten(0, scores.shape[:2])
         return selection

@@ -28,19 +28,23 @@ class ReferenceBackend(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        output = query.new_empty(*query.shape[:2], layout.value[1])
         block = max(1, self.block // max(1, selection.shape[1] * layout.elements))
-        rows = [slice(low, low + block) for low in range(0, max(1, len(query)), block)]
-        outputs = [
-            self._attend(
-                *(tensor[some] for tensor in (query, buffer, slots, selection, starts, lengths)),
+        for low in range(0, len(query), block):
+            some = slice(low, low + block)
+            output[some] = self._attend(
+                query[some],
+                buffer[some],
+                slots[some],
+                selection[some],
+                starts[some],
+                lengths[some],
                 layout,
                 scale,
                 softcap,
                 None if sinks is None else sinks[some],
             )
-            for some in rows
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output
 
     @staticmethod
     def _attend(

@@ -133,8 +133,10 @@ def newest_mask(mask: Tensor | None, batch: int, length: int, tokens: int, devic
     total = length + tokens
     if mask is None:
         return torch.ones(batch, 1, 1, total, dtype=torch.bool, device=device)
-    seen = (mask >= 0 if mask.is_floating_point() else mask.bool()).to(device)
-    seen = seen[:, None, None] if seen.ndim == 2 else seen
+    mask = mask.to(device)
+    additive = mask.ndim > 2 and mask.is_floating_point()
+    seen = mask >= 0 if additive else mask.bool()
+    seen = seen[:, None, None] if mask.ndim == 2 else seen
     if seen.shape[-1] != total:
         raise ValueError(
             f"`attention_mask` of shape {list(mask.shape)} is for {mask.shape[-1]} tokens, and there are {total}: "

@@ -11,9 +11,9 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUERIES = 32
 """Queries that a program scores its tokens for: each loads a tile of keys once."""
-TILE_BYTES = 32768
-"""Bytes of keys that a program holds, and of a query half as many: with three of these in flight, 80 KiB fit the shared
-memory of any device."""
+TILE = {4: 1 << 12, 2: 1 << 14}
+"""Elements of keys that a program holds, and of a query half as many, by the bytes of one. With three queries in flight
+they fit the shared memory of any device: 80 KiB. Float32 goes without tensor cores, and its operands into registers."""
 
 # _score_indexer
 #
@@ -158,8 +158,8 @@ def score_indexer(
 
     scores = query.new_empty(batch, queries, tokens, dtype=torch.float32)
     block_width = _power(width, 1 << 20)
-    token_bytes = block_width * query.element_size()
-    block_tokens = _power(128, TILE_BYTES // token_bytes)
+    tile = TILE[query.element_size()] // block_width
+    block_tokens = _power(128, tile)
     grid = batch * -(-queries // QUERIES) * -(-tokens // block_tokens)
     if grid:
         with torch.cuda.device_of(query):
@@ -181,7 +181,7 @@ def score_indexer(
                 HEADS=heads,
                 WIDTH=width,
                 QUERIES=QUERIES,
-                BLOCK_HEADS=_power(heads, TILE_BYTES // 2 // token_bytes),
+                BLOCK_HEADS=_power(heads, tile // 2),
                 BLOCK_WIDTH=block_width,
                 BLOCK_TOKENS=block_tokens,
                 num_warps=4,
