@@ -309,17 +309,14 @@ def every_query(change: Callable[[Tensor], object] = lambda mask: None) -> Tenso
 
 
 PROMPT_MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "right": (lambda: torch.ones(2, 60, device=DEVICE).index_fill(1, torch.tensor([58, 59]), 0), "on the right"),
+    "right": (lambda: torch.ones(2, 60, device=DEVICE) * (torch.arange(60, device=DEVICE) < 58), "on the right"),
     "short": (
         lambda: torch.ones(2, 50, device=DEVICE),
-        r"\[2, 50\] is for 50 tokens, and there are 60: 0 in .* 60 new",
+        r"\[2, 50\] is for 50 tokens, and there are 60: 0 in the cache",
     ),
-    "prefix": (lambda: every_query(lambda mask: mask[:, :, :20, :20].fill_(True)), "hides more than padding"),
-    "window": (
-        lambda: every_query(lambda mask: mask.logical_and_(mask.triu(-20))),
-        "inside or on the right|hides more",
-    ),
-    "additive": (lambda: torch.zeros(2, 1, 60, 60, device=DEVICE), "hides more than padding and later tokens"),
+    "prefix": (lambda: every_query(lambda mask: mask[:, :, :20, :20].fill_(True)), "another query than the newest"),
+    "window": (lambda: every_query(lambda mask: mask.logical_and_(mask.triu(-20))), "another query than the newest"),
+    "additive": (lambda: torch.zeros(2, 1, 60, 60, device=DEVICE), "another query than the newest"),
 }
 
 

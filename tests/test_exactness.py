@@ -359,8 +359,8 @@ def small_blocks(monkeypatch) -> None:
 @pytest.mark.parametrize("chunks", [(200,), (120, 80), (20, 30, 149, 1)], ids=str)
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_every_logit_of_a_prompt(tiny, small_blocks, name, chunks, padded):
-    """In chunks that begin the prompt, within `index_topk` tokens, and beyond. For these ids, no query's last selected
-    score and first other one are within 2e-5 of one another, relatively: so far apart, rounding changes no selection."""
+    """In chunks that begin the prompt, within `index_topk` tokens, and beyond. With these ids, every query's last
+    selected score and the next one differ by 2e-5 of themselves or more, so that rounding changes no selection."""
     model, ids = tiny(name), random_ids(2, sum(chunks), seed=8)
     mask = left_padding(2, sum(chunks)) if padded else None
     stock, ours = dense_cache(model), HierarchicalSparseCache(model)
@@ -432,7 +432,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ops are kernels there")
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_the_memory_of_a_prompt_does_not_grow_with_its_square(small_blocks, name):
-    """No tensor is made that has as much as two bits for every query and token, nor, by a step, the expanded history."""
+    """No tensor is made that has two bits for every query and token, nor, by a step, the expanded history."""
     options = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 8192}
     model = make_model(name, **options)
     padding = left_padding(1, 3000)

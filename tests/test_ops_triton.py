@@ -1,4 +1,4 @@
-"""The lightning indexer's scores: the PyTorch op against the plain expression in float64, the Triton kernel against both.
+"""The lightning indexer's scores: the PyTorch op against float64, and the Triton kernel against both.
 
 The kernel's tests run twice: on a CUDA device, marked `gpu`, and on the CPU under Triton's interpreter, which has a
 process of its own. To run one of them there: `TRITON_INTERPRET=1 pytest tests/test_ops_triton.py`.

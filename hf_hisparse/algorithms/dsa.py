@@ -48,7 +48,7 @@ class LightningIndexer(SparseAlgorithm):
     def retrieve_topk(
         self, query: Tensor, weights: Tensor, scale: float, starts: Tensor, positions: Tensor, tokens: int, k: int
     ) -> Tensor:
-        """Selects `k` tokens for every query. A row's queries are consecutive tokens, and see themselves and those before.
+        """Selects `k` tokens for every query. A row's queries are consecutive tokens; each sees itself and those before.
 
         Args:
             query: `[batch, queries, heads, width]`, of the dtype of the keys or widened from it.
@@ -71,8 +71,7 @@ class LightningIndexer(SparseAlgorithm):
             # What only later queries see is not scored.
             seen = tokens - max(0, queries - low - block)
             first = positions + low if low else positions
-            scores = ops.score_indexer(
-                query[:, some].to(keys.dtype), weights[:, some], keys, seen, scale, starts, first
-            )
+            asked = query[:, some].to(keys.dtype)
+            scores = ops.score_indexer(asked, weights[:, some], keys, seen, scale, starts, first)
             selection[:, some] = ops.top_k(scores.flatten(0, 1), selection.shape[-1]).unflatten(0, scores.shape[:2])
         return selection

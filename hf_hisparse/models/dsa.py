@@ -1,11 +1,11 @@
 """Models with latent attention and an indexer of their own: DeepSeek sparse attention and its relatives.
 
 The model's own attention forward runs, with three things replaced for the call: the expansion of latents to per-head
-keys and values (they stay latent), the indexer's view of its cached keys (its scores are computed a block of queries at
-a time, never as `[batch, query, heads, keys]`), and the attention function, which is handed the selection, swaps in just
-those latents, and attends to them with the up-projections absorbed into the query and the output (DeepSeek-V2, arXiv
-2405.04434). So it is for every token of a prompt too, whose latents are all on the device: no tensor is as large as
-`[queries, tokens]`, not even a mask.
+keys and values (they stay latent), the indexer's view of its cached keys (its scores are never `[batch, query, heads,
+keys]`), and the attention function, which is handed the selection, swaps in just those latents, and attends to them,
+the up-projections absorbed into the query and the output (DeepSeek-V2, arXiv 2405.04434). The tokens of a prompt, whose
+latents are all on the device, each attend to a selection of their own in the same way, a block of them at a time: no
+tensor of a prompt is as large as `[queries, tokens]`, not even a mask.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LatentPatch(AttentionPatch):
 
     bases = ("eager", "sdpa")
     block = 1 << 26
-    """Elements of queries on latent rows, `[batch, queries, heads, latent + rotary]`, that are attended with at once."""
+    """Elements of absorbed queries `[batch, queries, heads, latent + rotary]` in flight."""
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:

@@ -147,8 +147,9 @@ def newest_mask(mask: Tensor | None, batch: int, length: int, tokens: int, devic
         position = torch.arange(total, device=device)
         if not torch.equal(seen, newest & (position <= position[length:].unsqueeze(1))):
             raise ValueError(
-                f"`attention_mask` of shape {list(mask.shape)} hides more than padding and later tokens, which a model "
-                f"that selects its own tokens cannot serve; give a padding mask of [{batch}, {total}]"
+                f"`attention_mask` of shape {list(mask.shape)} shows another query than the newest something else than "
+                "the same tokens up to itself, and a model that selects its own tokens knows no other mask; give a "
+                f"padding mask of [{batch}, {total}]"
             )
     return newest.expand(batch, -1, -1, -1)
 

@@ -17,8 +17,8 @@ they fit the shared memory of any device: 80 KiB. Float32 goes without tensor co
 
 # _score_indexer
 #
-# In:   query [batch, queries, heads, width] and weights [batch, queries, heads], whose queries and rows have any stride;
-#       keys [batch, capacity, width]; starts and positions [batch].
+# In:   query [batch, queries, heads, width] and weights [batch, queries, heads], whose first two dimensions have any
+#       stride; keys [batch, capacity, width]; starts and positions [batch].
 # Out:  scores [batch, queries, tokens] float32, contiguous: sum_h w_h relu(q_h . k), where the weights carry the scale;
 #       -inf where a query does not see a token.
 # Grid: tiles of tokens, fastest, so that the programs that read the same queries run together; then parts of the
