@@ -48,15 +48,15 @@ class LightningIndexer(SparseAlgorithm):
     def retrieve_topk(
         self, query: Tensor, weights: Tensor, scale: float, starts: Tensor, positions: Tensor, tokens: int, k: int
     ) -> Tensor:
-        """Selects `k` tokens for every query. A row's queries are consecutive tokens; each sees itself and those before.
+        """Selects `k` tokens for every query. A row's queries are consecutive tokens, and see what is before them.
 
         Args:
             query: `[batch, queries, heads, width]`, of the dtype of the keys or widened from it.
             weights: `[batch, queries, heads]` float32, the weight of each head's score.
             scale: Multiplies `q . k`.
             starts: `[batch]` int64, the first token of each row that is not padding.
-            positions: `[batch]` int64, which token a row's first query is; `positions + queries <= tokens`.
-            tokens: At least those of the longest row. More of them change no selection.
+            positions: `[batch]` int64, which token a row's first query is, and the last that it sees.
+            tokens: At least `positions + queries` of the longest row. More of them change no selection.
             k: How many.
 
         Returns:
