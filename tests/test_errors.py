@@ -321,6 +321,7 @@ PROMPT_MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", PROMPT_MASKS)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_masks_that_a_prompt_of_selections_cannot_have(case):
     """Models that select for every token of a prompt know of causality and of padding, and of no other mask."""
     make, message = PROMPT_MASKS[case]

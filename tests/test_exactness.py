@@ -387,6 +387,7 @@ def test_every_logit_of_a_prompt_in_low_precision(small_blocks, name, dtype):
     close(ours, stock)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_a_causal_mask_of_every_query_is_its_padding(tiny):
     """A mask that is made already, bool or additive, for a prompt and for a chunk."""
     model, ids, padding = tiny("deepseek_v32"), random_ids(2, 100), left_padding(2, 100)

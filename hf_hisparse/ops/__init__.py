@@ -7,6 +7,8 @@ imported.
 import functools
 import warnings
 
+import torch
+
 from hf_hisparse.ops.reference import append, score_indexer, score_quest, score_rabitq, swap_in, top_k
 
 
@@ -55,6 +57,8 @@ def _triton_runs(index):
         from hf_hisparse.ops import triton
 
         triton.probe(index)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # Whatever it is, such as a compiler that is missing, there is another way to run.
         warnings.warn(
             "the indexer's scores are computed in PyTorch on the GPU, which is slower than the Triton kernel. "
