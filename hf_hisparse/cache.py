@@ -355,6 +355,11 @@ class HierarchicalSparseCache(Cache):
         """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
         return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
 
+    def needs_masks(self, tokens: int) -> bool:
+        """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
+        enough to know the padding."""
+        return self.has_other_layers or any(layer.coordinator.is_dense(tokens) for _, layer in self._hierarchical)
+
     @property
     def has_other_layers(self) -> bool:
         """Whether there are layers of transformers' own."""

@@ -119,8 +119,10 @@ class SparseCoordinator:
             )
 
     def is_dense(self, tokens: int) -> bool:
-        """Whether `tokens` more tokens are attended to densely: a prompt or a chunk of one, or a short history."""
-        return tokens > 1 or self.length + tokens <= self.top_k
+        """Whether `tokens` more tokens are attended to densely: with a short history, and in a prompt or a chunk of one
+        unless the algorithm selects for each of its tokens."""
+        prompt = tokens > 1 and not self.algorithm.selects_prompts
+        return prompt or self.length + tokens <= self.top_k
 
     def decodes(self, tokens: int) -> bool:
         """Whether `tokens` more are one that attends to a selection from the memory. The device takes such a step
@@ -257,10 +259,22 @@ class SparseCoordinator:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
         self.length += 1
 
-    def visible(self) -> Tensor:
-        """What a new token that is yet to be appended may attend to, itself included: `[rows, tokens]` bool."""
-        position = torch.arange(self._room(self.length + 1), device=self.memory.device)
-        return (position >= self.starts.unsqueeze(1)) & (position <= self.lengths.unsqueeze(1))
+    def window(self, tokens: int, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+        """What `tokens` new tokens that are yet to be stored may attend to, each as far as itself.
+
+        Args:
+            tokens: How many there are.
+            mask: As for `first_tokens`. A decode step does not look at it.
+
+        Returns:
+            `[batch]` int64 each, the first token that is not padding and the first new one; and how many tokens there
+            are with the new ones, or there is room for.
+        """
+        if self.decodes(tokens):
+            return self.starts, self.lengths, self._room(self.length + 1)
+        # Where attention is dense it is masked by itself.
+        starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
+        return starts, torch.full_like(starts, self.length), self.length + tokens
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""

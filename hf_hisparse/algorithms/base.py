@@ -52,6 +52,9 @@ class SparseAlgorithm(ABC):
     It deals in item ids and knows nothing of slots, hosts or kernels.
     """
 
+    selects_prompts = False
+    """Whether every token of a prompt has a selection of its own. If not, prompts are attended to densely."""
+
     def __init__(self):
         self.representations = Representations()
 
