@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
 from typing import Any
@@ -101,11 +102,6 @@ class HierarchicalLayer(CacheLayerMixin):
             self.coordinator.crop(-tokens_to_remove)
 
     def _select(self, index: Tensor) -> None:
-        if self.coordinator.memory is not None:
-            logger.warning_once(
-                "The batch of a HierarchicalSparseCache is reordered, as beam search does: each reordering moves the "
-                "whole history through the device, which is slow. Sampling and greedy search do not reorder."
-            )
         self.coordinator.select_batch(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -237,6 +233,24 @@ class HierarchicalSparseCache(Cache):
                     layer.update_indexer(dense.indexer_keys)
         return new
 
+    def fork(self) -> HierarchicalSparseCache:
+        """A copy that goes on by itself, and shares the history in host memory: many questions on one document.
+
+        ```python
+        document = HierarchicalSparseCache(model)
+        model(**inputs, past_key_values=document)
+        for question in questions:  # each the document's tokens, and its own
+            model.generate(**question, past_key_values=document.fork())
+        ```
+
+        What is shared goes with the last cache that has it. `copy.deepcopy` does the same.
+
+        Raises:
+            MemoryError: If the memory for what the two will not share cannot be had.
+        """
+        self.end_forward(failed=True)
+        return copy.deepcopy(self)
+
     @property
     def _hierarchical(self) -> Iterator[tuple[int, HierarchicalLayer]]:
         return ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, HierarchicalLayer))
@@ -246,7 +260,7 @@ class HierarchicalSparseCache(Cache):
         return super().get_seq_length(layer_idx) if self._begun is None else self._begun[0]
 
     def reset(self) -> None:
-        """Forgets the history."""
+        """Forgets the history. Its memory is kept for the next one."""
         self._begun, self._lost = None, False
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_hisparse import ops
+from hf_hisparse.layout import select_rows
 
 
 class Representations:
@@ -43,7 +44,7 @@ class Representations:
 
     def select_rows(self, index: Tensor) -> None:
         """Keeps the rows at `index`, which may repeat."""
-        self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+        self.tensors = {name: select_rows(tensor, index) for name, tensor in self.tensors.items()}
 
 
 class SparseAlgorithm(ABC):
@@ -92,8 +93,9 @@ class SparseAlgorithm(ABC):
         """The history is dense again, or was moved: it will be constructed anew."""
         self.representations = Representations()
 
-    def select_batch(self, index: Tensor) -> None:
-        """Only the batch elements at `index`, which may repeat, are kept; the history will be constructed anew."""
+    def select_rows(self, index: Tensor) -> None:
+        """Keeps the rows at `index`, which may repeat. If they are as many as before, no tensor moves."""
+        self.representations.select_rows(index)
 
 
 class KeyScoring(SparseAlgorithm):

@@ -34,9 +34,6 @@ class LightningIndexer(SparseAlgorithm):
     def forget(self) -> None:
         """Nothing, likewise."""
 
-    def select_batch(self, index: Tensor) -> None:
-        self.representations.select_rows(index)
-
     def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
         """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""
         self.representations.reserve(tokens, {"keys": keys})

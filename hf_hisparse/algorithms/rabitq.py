@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
+from hf_hisparse.layout import select_rows
 
 
 @lru_cache
@@ -43,6 +44,12 @@ class RaBitQ(KeyScoring):
         self.centres = Representations()
         self.filling: Any = None
         """Sum `[rows, width]` float32 and number `[rows, 1]` of the keys of the newest block."""
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.centres.select_rows(index)
+        if self.filling is not None:
+            self.filling = tuple(select_rows(tensor, index) for tensor in self.filling)
 
     @property
     def nbytes(self) -> int:

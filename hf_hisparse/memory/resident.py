@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_hisparse.layout import select_rows
 from hf_hisparse.memory.base import Memory
 
 
@@ -46,6 +47,18 @@ class ResidentMemory(Memory):
 
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         return self.buffer, selection
+
+    def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
+        new = type(self)(self.rows, self.layout, self.dtype, self.device)
+        new.buffer = self.buffer.clone()
+        return new
+
+    def select(self, index: Sequence[int], tokens: int, layers: int = 1) -> None:
+        self.buffer = select_rows(self.buffer, torch.tensor(index, device=self.device))
+        self.rows = len(index)
+
+    def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
+        return False
 
     @property
     def device_bytes(self) -> int:
