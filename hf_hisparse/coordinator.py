@@ -335,10 +335,10 @@ class SparseCoordinator:
         """
         if self.length == 0:
             return
-        device = self.recent[0].device if self.memory is None else self.memory.device
-        rows = (index.to(device).unsqueeze(1) * self.heads + torch.arange(self.heads, device=device)).flatten()
-        if self.memory is None:
-            self.recent = tuple(part.index_select(0, index.to(device)) for part in self.recent)
+        index = index.to(self.memory.device if self.recent is None else self.recent[0].device)
+        rows = (index.unsqueeze(1) * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+        if self.recent is not None:
+            self.recent = tuple(part.index_select(0, index) for part in self.recent)
         else:
             self.memory.select(rows.tolist(), self.length, self.layers)
             self.starts, self.lengths = select_rows(self.starts, rows), select_rows(self.lengths, rows)
