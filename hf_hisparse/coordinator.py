@@ -15,6 +15,7 @@ from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
 from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
+from hf_hisparse.storage import Pieces
 
 
 def first_tokens(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
@@ -112,6 +113,50 @@ class SparseCoordinator:
             new.memory = self.memory.fork(self.length, self.capacity, self.layers)
             new.starts, new.lengths, new.serial = self.starts.clone(), self.lengths.clone(), next(self._serials)
         return new
+
+    def state(self) -> tuple[dict[str, Pieces], dict[str, Any]]:
+        """The history as tensors and as plain values: all that `load` needs. Waits for the device as it is read."""
+        tensors: dict[str, Pieces] = {}
+        facts: dict[str, Any] = {"length": self.length, "batch": self.batch, "heads": self.heads}
+        kept = {f"representation.{name}": value for name, value in self.algorithm.state(self.length).items()}
+        if self.recent is not None:
+            kept |= {f"recent.{i}": part for i, part in enumerate(self.recent)}
+        if self.memory is not None:
+            layout = self.memory.layout
+            facts["widths"] = list(layout.widths)
+            kept |= {"starts": self.starts, "lengths": self.lengths}
+            shape = (self.memory.rows, layout.items(self.length), layout.elements)
+            tensors["items"] = Pieces(self.memory.dtype, shape, self.memory.dump(self.length))
+        return tensors | {name: Pieces.of(value) for name, value in kept.items()}, facts
+
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> None:
+        """Takes what `state` gave as the history of a coordinator that has none.
+
+        Args:
+            tensors: On the CPU. The items may stay where they are, and must not be written.
+            facts: The plain values.
+            device: Where attention runs.
+
+        Raises:
+            MemoryError: If the host memory cannot be had.
+        """
+        moved = {name: value.to(device, copy=True) for name, value in tensors.items() if name != "items"}
+        if "items" in tensors:
+            shape = (facts["batch"], facts["heads"], facts["length"])
+            like = torch.empty((), dtype=tensors["items"].dtype, device=device)
+            memory = self._empty_memory(tuple(like.expand(*shape, width) for width in facts["widths"]))
+            memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
+            self._reserved, self.memory, self.serial = None, memory, next(self._serials)
+            self.starts, self.lengths = moved["starts"], moved["lengths"]
+        elif facts["length"]:
+            self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
+            if self.capacity > self.top_k:
+                self._reserved = self._make_memory(self.recent)
+        prefix = "representation."
+        self.algorithm.restore({k.removeprefix(prefix): v for k, v in moved.items() if k.startswith(prefix)})
+        if self.memory is not None:
+            self.algorithm.reserve(self._room(facts["length"]))
+        self.length, self.batch, self.heads = facts["length"], facts["batch"], facts["heads"]
 
     def __deepcopy__(self, memo: Any) -> SparseCoordinator:
         return self.fork()
@@ -234,7 +279,13 @@ class SparseCoordinator:
 
         Raises `MemoryError` if there is none.
         """
-        batch, heads, tokens = parts[0].shape[:3]
+        memory = self._empty_memory(parts)
+        memory.reserve(self._room(parts[0].shape[2]), self.layers)
+        return memory
+
+    def _empty_memory(self, parts: Sequence[Tensor]) -> Memory:
+        """An empty memory for a history of such parts: the one of the history before, if that was of the same kind."""
+        batch, heads = parts[0].shape[:2]
         layout = self._make_layout(*(part.shape[-1] for part in parts))
         args = (batch * heads, layout, parts[0].dtype, parts[0].device)
         memory = self._reserved
@@ -242,7 +293,6 @@ class SparseCoordinator:
             # What cannot be used goes before another is made.
             self._reserved = memory = None
             memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
-        memory.reserve(self._room(tokens), self.layers)
         return memory
 
     def _store(self, parts: Sequence[Tensor], held: int, starts: Tensor) -> None:

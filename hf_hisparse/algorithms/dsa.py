@@ -28,9 +28,6 @@ class LightningIndexer(SparseAlgorithm):
     def update_representations(self, key: Tensor, position: Tensor) -> None:
         """Nothing, likewise."""
 
-    def reserve(self, tokens: int) -> None:
-        self.representations.reserve(tokens)
-
     def forget(self) -> None:
         """Nothing, likewise."""
 

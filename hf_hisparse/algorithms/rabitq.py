@@ -82,6 +82,16 @@ class RaBitQ(KeyScoring):
         super().reserve(tokens)
         self.centres.reserve(-(-tokens // self.block))
 
+    def state(self, tokens: int) -> dict[str, Tensor]:
+        filling = {} if self.filling is None else {"sum": self.filling[0], "count": self.filling[1]}
+        return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore({name: state[name] for name in ("bits", "scale") if name in state})
+        if "centre" in state:
+            self.centres.write({"centre": state["centre"]}, 0)
+            self._fill(state["sum"], state["count"])
+
     def _fill(self, total: Tensor, count: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""
         if self.filling is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +70,17 @@ class Memory(ABC):
         """Only the first `tokens` tokens are needed from here on, and there is room for `room`. Whether tensors moved.
 
         Raises `MemoryError`, as `reserve` does.
+        """
+
+    @abstractmethod
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        """The items of a history of `tokens` tokens, row by row, in pieces on the CPU. Waits for the device."""
+
+    @abstractmethod
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        """Takes `[rows, items, elements]` on the CPU as its history, of `tokens` tokens, and makes room for `room`.
+
+        They may be a part of it from here on, and must not be written. Raises `MemoryError`, as `reserve` does.
         """
 
     def clear(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,14 @@ class HierarchicalMemory(Memory):
         moved = self.store.cut(*self._items(tokens), self.layout.items(room), layers)
         self.buffer.reserve()
         return moved
+
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        return self.store.dump(self.layout.items(tokens))
+
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.store.load(items, tokens // self.layout.page_size, self.layout.items(room), layers)
+        self.buffer.reserve()
+        self.buffer.forget()
 
     def clear(self) -> None:
         super().clear()

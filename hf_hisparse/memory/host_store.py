@@ -309,6 +309,37 @@ class HostStore:
                 items[row, here].copy_(run[there], non_blocking=True)
         return items
 
+    def dump(self, items: int) -> Iterator[Tensor]:
+        """Items `0` to `items` of one row after the other, in pieces, where they lie. Waits for the device."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+        for runs in self.runs:
+            for run, there, _ in self._spans(runs, 0, items):
+                yield run[there]
+
+    def load(self, items: Tensor, closed: int, room: int, layers: int = 1) -> None:
+        """Takes `[rows, count, elements]` items on the CPU for its own, having none.
+
+        Where no device reads them they stay where they are, in a mapped file for one, but for those of the slab being
+        filled.
+
+        Args:
+            items: The items. They must not be written from here on.
+            closed, room, layers: As for `fork`.
+
+        Raises:
+            MemoryError: If the memory for what does not stay cannot be had.
+        """
+        count = items.shape[1]
+        if self._stream is None:
+            self.shared, _ = self._split(count, closed)
+            slab = torch.arange(self.shared, device=self.device) * self._slab_bytes
+            first = torch.tensor([row.data_ptr() for row in items], device=self.device)
+            self.table, self.runs = first.unsqueeze(1) + slab, [self._cut([row], 0, self.shared) for row in items]
+        self.reserve(max(count, room), layers)
+        kept = self.shared * self.items_per_slab
+        self._write(items[:, kept:], kept, range(self.rows))
+
     def settle(self) -> None:
         """Orders the device's next work after the latest write."""
         if self._written is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,14 @@ class ResidentMemory(Memory):
 
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
         return False
+
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        items = self.layout.items(tokens)
+        return (row[:items].cpu() for row in self.buffer)
+
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.reserve(max(tokens, room))
+        self.buffer[:, : items.shape[1]] = items.to(self.device)
 
     @property
     def device_bytes(self) -> int:
