@@ -416,6 +416,9 @@ class HierarchicalSparseCache(Cache):
             return
         if length == 0:
             self.reset()
+            # Running out of it may be why the forward failed.
+            for _, hierarchical in self._hierarchical:
+                hierarchical.coordinator.release()
             return
         layer: Any
         for layer in self.layers:

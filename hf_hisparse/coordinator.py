@@ -96,6 +96,10 @@ class SparseCoordinator:
             self._reserved.clear()
         self.algorithm = self._make_algorithm()
 
+    def release(self) -> None:
+        """Gives back the memory that is kept for a history to come."""
+        self._reserved = None
+
     def fork(self) -> SparseCoordinator:
         """A coordinator with the same history, which shares what lies in host memory until one of both changes it.
 
