@@ -462,7 +462,7 @@ def test_the_indexer_overwrites_what_was_cut():
 
 def test_the_indexer_follows_its_batch():
     algorithm, keys = indexer(3, 20)
-    algorithm.select_batch(tensor([2, 0, 0, 1]))
+    algorithm.select_rows(tensor([2, 0, 0, 1]))
     assert torch.equal(algorithm.representations["keys"][:, :20], keys[[2, 0, 0, 1]])
 
 

@@ -30,14 +30,8 @@ class LightningIndexer(SparseAlgorithm):
     def update_representations(self, key: Tensor, position: Tensor) -> None:
         """Nothing, likewise."""
 
-    def reserve(self, tokens: int) -> None:
-        self.representations.reserve(tokens)
-
     def forget(self) -> None:
         """Nothing, likewise."""
-
-    def select_batch(self, index: Tensor) -> None:
-        self.representations.select_rows(index)
 
     def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
         """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
+from hf_hisparse.layout import select_rows
 from hf_hisparse.ops.reference import rabitq_bits
 
 
@@ -45,6 +46,12 @@ class RaBitQ(KeyScoring):
         self.filling: Any = None
         """Sum `[rows, width]` float32 and number `[rows, 1]` int64 of the keys of the newest block."""
 
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.centres.select_rows(index)
+        if self.filling is not None:
+            self.filling = tuple(select_rows(tensor, index) for tensor in self.filling)
+
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.centres.nbytes
@@ -75,6 +82,16 @@ class RaBitQ(KeyScoring):
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
         self.centres.reserve(-(-tokens // self.block))
+
+    def state(self, tokens: int) -> dict[str, Tensor]:
+        filling = {} if self.filling is None else {"sum": self.filling[0], "count": self.filling[1]}
+        return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore({name: state[name] for name in ("bits", "scale") if name in state})
+        if "centre" in state:
+            self.centres.write({"centre": state["centre"]}, 0)
+            self._fill(state["sum"], state["count"])
 
     def _fill(self, total: Tensor, count: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""
