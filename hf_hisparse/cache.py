@@ -22,7 +22,14 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
-from hf_hisparse.models import ModelPatch, cache_argument, is_patched, patch_model, unpatch_model
+from hf_hisparse.models import (
+    ModelPatch,
+    cache_argument,
+    compiled_layers,
+    is_patched,
+    patch_model,
+    unpatch_model,
+)
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
 
@@ -139,7 +146,7 @@ class HierarchicalSparseCache(Cache):
     Args:
         model: The model that will use it, a decoder-only transformers model.
         top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, cuda_graph,
-            backend, offload: See `HiSparseConfig`.
+            compile, backend, offload: See `HiSparseConfig`.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
@@ -179,7 +186,7 @@ class HierarchicalSparseCache(Cache):
         self._lost = False
         self._recording = False
         graphed = self.config.max_cache_len is not None and self.config.cuda_graph
-        self.graphed = GraphedForward() if graphed else None
+        self.graphed = GraphedForward(compiles=self.config.compile) if graphed else None
         super().__init__(layers=layers)
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
@@ -388,6 +395,10 @@ class HierarchicalSparseCache(Cache):
             self._recording = False
             for coordinator, length in zip(coordinators, lengths, strict=True):
                 coordinator.length = length
+
+    def compiled(self, decoder: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within it the decoder's hierarchical layers are run compiled, which decode steps from the memory can be."""
+        return compiled_layers(decoder).serve(self)
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""

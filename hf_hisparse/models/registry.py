@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
+from hf_hisparse.models.regional import CompiledLayers
 
 
 PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
@@ -41,6 +42,8 @@ class ModelPatch:
                 self.layers[module.layer_idx] = family(module)
             else:
                 self.refusals[module.layer_idx] = reason
+        self.compiled: CompiledLayers | None = None
+        """Its layers compiled, once that was asked for."""
         self._experts = experts_configs(decoder)
         self._switched: list[tuple[Any, str]] = []
         self._handles = [
@@ -181,6 +184,14 @@ def patch_model(model: nn.Module) -> ModelPatch:
     decoder.__dict__[_ATTRIBUTE] = patch
     patch_forward(model)
     return patch
+
+
+def compiled_layers(decoder: nn.Module) -> CompiledLayers:
+    """The layers of a patched model's decoder, compiled when they are first run."""
+    patch = decoder.__dict__[_ATTRIBUTE]
+    if patch.compiled is None:
+        patch.compiled = CompiledLayers(decoder, patch.layers)
+    return patch.compiled
 
 
 def is_patched(model: nn.Module) -> bool:
