@@ -136,8 +136,9 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed. What cannot be
-    captured runs as it does without, with a warning that says why.
+    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed, with `compile=True`
+    over decoder layers that are compiled. What cannot be captured, or compiled, runs as it does without, with a warning
+    that says why.
 
     Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
     classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
@@ -243,6 +244,16 @@ class HierarchicalSparseCache(Cache):
                 if getattr(dense, "indexer_keys", None) is not None:
                     layer.update_indexer(dense.indexer_keys)
         return new
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: `generate` is not to compile the forward as a whole, into a graph of its own.
+
+        A step does work on the host (it counts tokens, makes room, orders the device behind what is written), and the
+        buffers that it reads may move between steps. A graph that PyTorch captures knows of neither. The graph here
+        does, and `compile=True` has it run over compiled layers.
+        """
+        return False
 
     @property
     def _hierarchical(self) -> Iterator[tuple[int, HierarchicalLayer]]:

@@ -15,7 +15,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -360,7 +360,7 @@ class Snapshot:
         self.modules: list[nn.Module] = list(model.modules())
         self.states: list[dict[str, Any]] = [vars(module) for module in self.modules]
         for module, state in zip(self.modules, self.states, strict=True):
-            if state["training"]:
+            if module.training:
                 raise Uncapturable("the model is in training mode; call `model.eval()`")
             if "_hf_hook" in state:
                 raise Uncapturable("accelerate moves the model's weights or inputs as it runs")
@@ -387,7 +387,8 @@ class Snapshot:
         return [
             list(map(type, self.modules)),
             list(map(len, self._sized)),
-            list(map(itemgetter("training"), self.states)),
+            # That of a compiled module is the original's.
+            list(map(attrgetter("training"), self.modules)),
             # Every hook has a number that no other has.
             list(chain.from_iterable(self._hooks)),
             list(map(Tensor.data_ptr, self._tensors)),

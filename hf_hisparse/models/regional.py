@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -183,25 +184,44 @@ class CompiledLayers:
     Args:
         decoder: The text decoder.
         patches: The patch of each of its attention modules, by layer.
+
+    Raises:
+        ValueError: If one of them lies in no layer: in no member of a `ModuleList`.
     """
 
     def __init__(self, decoder: nn.Module, patches: dict[int, AttentionPatch]):
-        blocks = [block for module in decoder.modules() if isinstance(module, nn.ModuleList) for block in module]
-        modules = {id(module): block for block in blocks for module in block.modules()}
-        self._layers = [(modules[id(patch.module)], patch) for patch in patches.values() if id(patch.module) in modules]
+        lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+        around: dict[int, nn.Module] = {}
+        for block in chain.from_iterable(lists):
+            for module in block.modules():
+                around.setdefault(id(module), block)
+        if outside := [index for index, patch in patches.items() if id(patch.module) not in around]:
+            raise ValueError(f"the attention of layers {outside} is in no `ModuleList`")
+        self._layers = [(around[id(patch.module)], patch) for patch in patches.values()]
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._cache = TracedCache()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles for itself."""
+        return vars(self) | {"_compiled": {}}
+
     @contextlib.contextmanager
     def serve(self, cache: Any) -> Iterator[None]:
-        """Within it the hierarchical layers of a cache are run compiled. Only for decode steps from the memory."""
+        """Within it the hierarchical layers of a cache are run compiled. Only for decode steps from the memory.
+
+        Raises:
+            ValueError: If a layer's `forward` was replaced.
+        """
         served = []
         try:
             for layer, patch in self._layers:
                 coordinator = coordinator_of(cache, patch.module.layer_idx)
-                if coordinator is not None and "forward" not in vars(layer):
-                    served.append(layer)
-                    vars(layer)["forward"] = partial(self._forward, layer, _Running(patch, cache, coordinator))
+                if coordinator is None:
+                    continue
+                if "forward" in vars(layer):
+                    raise ValueError(f"a {type(layer).__name__} has a `forward` of its own")
+                served.append(layer)
+                vars(layer)["forward"] = partial(self._forward, layer, _Running(patch, cache, coordinator))
             yield
         finally:
             for layer in served:

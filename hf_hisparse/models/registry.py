@@ -135,7 +135,13 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(self.model).forward, self.model) if self.held is None else self.held
         run = getattr(given_cache(args, kwargs), "run_forward", None)
-        return forward(*args, **kwargs) if run is None else run(self.model, forward, args, kwargs)
+        return forward(*args, **kwargs) if run is None else _run(run, self.model, forward, args, kwargs)
+
+
+@torch.compiler.disable(reason="a forward over a HierarchicalSparseCache is compiled by `compile=True`, layer by layer")
+def _run(run: Callable[..., Any], *args: Any) -> Any:
+    """A forward over a cache of ours: what it does on the host is not to be traced, nor fixed in compiled code."""
+    return run(*args)
 
 
 def patch_forward(model: nn.Module) -> None:
