@@ -243,7 +243,7 @@ class GraphedForward:
         # What the model or the cache refuses, compiled or not, is raised here.
         result = self.recorder.warm_up(function, device)
         self.compiles = False
-        logger.warning_once(f"Decoder layers are not compiled: {describe(reason)}")
+        logger.warning_once(f"Decoder layers are not compiled: {describe(getattr(reason, 'inner_exception', reason))}")
         return result
 
     def _capture(

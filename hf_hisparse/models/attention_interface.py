@@ -143,6 +143,7 @@ class AttentionPatch:
 
     def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
         """From here on the module's new tokens go to a coordinator, by the attention function of that name."""
+        self._after(self.module, (), None)
         coordinator.attending = True
         self._coordinator = coordinator
         self.module.config = _ConfigView(self.config, name)

@@ -67,10 +67,10 @@ def layer_attention(
         `[batch, 1, heads, value_width]`.
     """
     running = _running.get()
-    given = {"softcap": softcap, "s_aux": s_aux, "indices": indices}
-    optional = {name: argument for name, argument in given.items() if argument is not None}
     # What a new token may attend to is known without a mask.
-    output = running.patch.attend(running.coordinator, query, key, value, None, scaling=scaling, **optional)
+    output = running.patch.attend(
+        running.coordinator, query, key, value, None, scaling=scaling, softcap=softcap, s_aux=s_aux, indices=indices
+    )
     return output.contiguous()
 
 
@@ -86,16 +86,16 @@ def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, 
 
     Args:
         keys: `[batch, 1, width]`, the indexer key of the new token.
-        query, weights, scale, k: As for `LightningIndexer.retrieve_topk`.
+        query, weights, scale: As an `IndexerKeys` records them.
+        k: How many tokens.
 
     Returns:
         `[batch, 1, k]` int32.
     """
     running = _running.get()
     held = running.cache.update_indexer(keys, running.patch.module.layer_idx)
-    return running.coordinator.algorithm.retrieve_topk(
-        query, weights, scale, running.coordinator.visible().unsqueeze(1), k
-    )
+    held.query, held.weights, held.scale = query, weights, scale
+    return held.topk(k).indices
 
 
 @layer_selection.register_fake
@@ -116,20 +116,17 @@ class TracedKeys(IndexerKeys):
         self.scale = 1.0
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Any:
         # A selection is made from more tokens than it has.
         return (1 << 62,)
 
     def topk(self, k: int, dim: int = -1) -> IndexerKeys:
-        self.indices = layer_selection(self.keys, self.query, self.weights.squeeze(-2), self.scale, k)
+        self.indices = layer_selection(self.keys, self.query, self.weights, self.scale, k)
         return self
 
 
-class TracedCache(Cache):
+class TracedCache:
     """What a compiled layer is given for a cache, whichever layer it is: new states are handed on to its attention."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
