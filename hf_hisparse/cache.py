@@ -27,7 +27,14 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
-from hf_hisparse.models import ModelPatch, cache_argument, is_patched, patch_model, unpatch_model
+from hf_hisparse.models import (
+    ModelPatch,
+    cache_argument,
+    compiled_layers,
+    is_patched,
+    patch_model,
+    unpatch_model,
+)
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
 
@@ -134,8 +141,9 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed. What cannot be
-    captured runs as it does without, with a warning that says why.
+    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed, with `compile=True`
+    over decoder layers that are compiled. What cannot be captured, or compiled, runs as it does without, with a warning
+    that says why.
 
     Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
     classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
@@ -144,7 +152,7 @@ class HierarchicalSparseCache(Cache):
     Args:
         model: The model that will use it, a decoder-only transformers model.
         top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, cuda_graph,
-            backend, offload: See `HiSparseConfig`.
+            compile, backend, offload: See `HiSparseConfig`.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
@@ -185,7 +193,7 @@ class HierarchicalSparseCache(Cache):
         self._lost = False
         self._recording = False
         graphed = self.config.max_cache_len is not None and self.config.cuda_graph
-        self.graphed = GraphedForward() if graphed else None
+        self.graphed = GraphedForward(compiles=self.config.compile) if graphed else None
         super().__init__(layers=layers)
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:
@@ -375,6 +383,16 @@ class HierarchicalSparseCache(Cache):
         return kinds
 
     @property
+    def is_compileable(self) -> bool:
+        """False: `generate` is not to compile the forward as a whole, into a graph of its own.
+
+        A step does work on the host (it counts tokens, makes room, orders the device behind what is written), and the
+        buffers that it reads may move between steps. A graph that PyTorch captures knows of neither. The graph here
+        does, and `compile=True` has it run over compiled layers.
+        """
+        return False
+
+    @property
     def _hierarchical(self) -> Iterator[tuple[int, HierarchicalLayer]]:
         return ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, HierarchicalLayer))
 
@@ -536,6 +554,10 @@ class HierarchicalSparseCache(Cache):
             self._recording = False
             for coordinator, length in zip(coordinators, lengths, strict=True):
                 coordinator.length = length
+
+    def compiled(self, decoder: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within it the decoder's hierarchical layers are run compiled, which decode steps from the memory can be."""
+        return compiled_layers(decoder).serve(self)
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""

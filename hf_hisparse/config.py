@@ -32,6 +32,9 @@ class HiSparseConfig:
             grows as it comes.
         cuda_graph: Where `max_cache_len` is given, on a CUDA device, decode steps are captured in a CUDA graph and
             replayed. False: never.
+        compile: Whether that graph is of decoder layers compiled by `torch.compile`: one compilation for all that are
+            alike, when the first step is about to be captured. It fuses the many small operations of a layer, which may
+            change their results by a rounding. Prompts, and steps that are not captured, are never compiled.
         backend: The attention kernels: `"triton"`, `"reference"` (PyTorch, on any device), or `"auto"`: Triton's on a
             CUDA device where they run, otherwise PyTorch.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
@@ -49,6 +52,7 @@ class HiSparseConfig:
     recent_tokens: int | None = None
     max_cache_len: int | None = None
     cuda_graph: bool = True
+    compile: bool = False
     backend: str = "auto"
     offload: bool = True
 
@@ -61,6 +65,11 @@ class HiSparseConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise ValueError(f"`{name}` must be zero or a positive integer, not {value!r}")
+        if self.compile and (self.max_cache_len is None or not self.cuda_graph):
+            raise ValueError(
+                "`compile=True` is for decode steps that are captured in a CUDA graph; give `max_cache_len` and leave "
+                "`cuda_graph` on"
+            )
 
     def resolve(self, page_size: int, top_k: int, kept: int) -> tuple[int, int]:
         """Items of top-k and slots of the buffer, for an algorithm's page size, top-k and always-kept items.

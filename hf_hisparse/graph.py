@@ -15,7 +15,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,9 @@ class Stepping(Protocol):
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Within it a forward changes nothing on the host."""
+
+    def compiled(self, decoder: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Within it a decode step runs over compiled layers."""
 
 
 class Recorder:
@@ -147,17 +150,20 @@ class GraphedForward:
 
     Args:
         recorder: What captures and replays.
+        compiles: Whether graphs are of compiled layers, which are compiled when the first step of a key runs. What
+            runs as it does without a graph is not compiled.
     """
 
-    def __init__(self, recorder: Recorder | None = None):
+    def __init__(self, recorder: Recorder | None = None, compiles: bool = False):
         self.recorder = Recorder() if recorder is None else recorder
+        self.compiles = compiles
         self.captured = self.replayed = 0
         """Graphs captured and steps replayed so far."""
         self._drop()
 
     def __deepcopy__(self, memo: Any) -> GraphedForward:
         """A copy of a cache captures for itself: its buffers lie elsewhere."""
-        return type(self)()
+        return type(self)(compiles=self.compiles)
 
     def _drop(self) -> None:
         self._key: Hashable = None
@@ -189,7 +195,7 @@ class GraphedForward:
                 self._snapshot = Snapshot(model, tokens.device)
                 self._key, self._warm_ups = key, 2
             if self._warm_ups:
-                result, reason = self.recorder.warm_up(lambda: forward(*args, **kwargs), tokens.device)
+                result, reason = self._warm_up(cache, model, lambda: forward(*args, **kwargs), tokens.device)
                 self._warm_ups -= 1
                 if reason is None:
                     self._warm_ups = 0
@@ -206,7 +212,7 @@ class GraphedForward:
         failed = True
         try:
             if self._replay is None:
-                self._capture(cache, forward, inputs, settings | caches(given), tokens.device)
+                self._capture(cache, model, forward, inputs, settings | caches(given), tokens.device)
             if self._replay is not None:
                 for name, value in inputs.items():
                     self._inputs[name].copy_(value, non_blocking=True)
@@ -220,9 +226,30 @@ class GraphedForward:
             return forward(*args, **kwargs)
         return convert(self._output, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else cache)
 
+    def _layers(self, cache: Stepping, model: Any) -> contextlib.AbstractContextManager[None]:
+        return cache.compiled(model.get_decoder()) if self.compiles else contextlib.nullcontext()
+
+    def _warm_up(
+        self, cache: Stepping, model: Any, function: Callable[[], Any], device: torch.device
+    ) -> tuple[Any, str | None]:
+        """`Recorder.warm_up`, over compiled layers if they can be compiled."""
+        try:
+            with self._layers(cache, model):
+                return self.recorder.warm_up(function, device)
+        except Exception as error:  # Whatever it is, such as a compiler that is missing, there is another way to run.
+            if not self.compiles:
+                raise
+            reason = error
+        # What the model or the cache refuses, compiled or not, is raised here.
+        result = self.recorder.warm_up(function, device)
+        self.compiles = False
+        logger.warning_once(f"Decoder layers are not compiled: {describe(getattr(reason, 'inner_exception', reason))}")
+        return result
+
     def _capture(
         self,
         cache: Stepping,
+        model: Any,
         forward: Callable[..., Any],
         inputs: dict[str, Tensor],
         constants: dict[str, Any],
@@ -232,7 +259,7 @@ class GraphedForward:
         static = self._inputs
 
         def step() -> Any:
-            with cache.recording():
+            with cache.recording(), self._layers(cache, model):
                 # The cache is taken out of what is kept: it holds this graph.
                 return convert(
                     forward(**static, **constants), lambda leaf: leaf if isinstance(leaf, Tensor) else _CACHE
@@ -243,8 +270,7 @@ class GraphedForward:
             self.captured += 1
         except Exception as error:  # Whatever a model does that cannot be captured, it can be run.
             # Where a capture fails, PyTorch raises that it did, in the course of which.
-            cause = error.__context__ or error
-            self._give_up(f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+            self._give_up(describe(error.__context__ or error))
 
     def _give_up(self, reason: str) -> None:
         self._failed = True
@@ -253,6 +279,11 @@ class GraphedForward:
     @staticmethod
     def _warn(reason: Any) -> None:
         logger.warning_once(f"Decode steps run eagerly, and not as a CUDA graph: {reason}")
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def separate(given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -329,7 +360,7 @@ class Snapshot:
         self.modules: list[nn.Module] = list(model.modules())
         self.states: list[dict[str, Any]] = [vars(module) for module in self.modules]
         for module, state in zip(self.modules, self.states, strict=True):
-            if state["training"]:
+            if module.training:
                 raise Uncapturable("the model is in training mode; call `model.eval()`")
             if "_hf_hook" in state:
                 raise Uncapturable("accelerate moves the model's weights or inputs as it runs")
@@ -356,7 +387,8 @@ class Snapshot:
         return [
             list(map(type, self.modules)),
             list(map(len, self._sized)),
-            list(map(itemgetter("training"), self.states)),
+            # That of a compiled module is the original's.
+            list(map(attrgetter("training"), self.modules)),
             # Every hook has a number that no other has.
             list(chain.from_iterable(self._hooks)),
             list(map(Tensor.data_ptr, self._tensors)),

@@ -39,11 +39,11 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, hisparse_attention_forward)
 
 
 class _ConfigView:
-    """A config that names our attention function, and is the module's own in everything else."""
+    """A config that names an attention function of ours, and is the module's own in everything else."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, name: str):
         self._config = config
-        self._attn_implementation = NAME
+        self._attn_implementation = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -138,19 +138,22 @@ class AttentionPatch:
                 f"`attn_implementation={base!r}` cannot serve the dense steps of a hierarchical cache; "
                 f"use `model.set_attn_implementation` with one of {self.bases}"
             )
-        self._enter(coordinator)
+        self.enter(coordinator)
         return args, {**kwargs, NAME: partial(self.attend, coordinator)}
 
-    def _enter(self, coordinator: SparseCoordinator) -> None:
+    def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
+        """From here on the module's new tokens go to a coordinator, by the attention function of that name."""
+        self._after(self.module, (), None)
         coordinator.attending = True
         self._coordinator = coordinator
-        self.module.config = _ConfigView(self.config)
+        self.module.config = _ConfigView(self.config, name)
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.module.config is not self.config:
-            self._leave()
+            self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Undoes `enter`."""
         self.module.config = self.config
         self._coordinator.attending = False
         del self._coordinator

@@ -20,7 +20,7 @@ from hf_hisparse.algorithms import LightningIndexer
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
-from hf_hisparse.models.attention_interface import AttentionPatch
+from hf_hisparse.models.attention_interface import NAME, AttentionPatch
 
 
 class IndexerKeys:
@@ -120,13 +120,13 @@ class LatentPatch(AttentionPatch):
         slots = held if config.offload else None
         return SparseCoordinator(native, k, slots, ItemLayout.token, LightningIndexer, backend, config.max_cache_len)
 
-    def _enter(self, coordinator: SparseCoordinator) -> None:
-        super()._enter(coordinator)
+    def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
+        super().enter(coordinator, name)
         self.module.expand_kv = lambda latent, rotary: (latent, rotary)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         del self.module.expand_kv
-        super()._leave()
+        super().leave()
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """The key and value halves of `kv_b_proj`, `[heads, width, latent]` each."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
+from hf_hisparse.models.regional import CompiledLayers
 
 
 PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
@@ -41,6 +42,8 @@ class ModelPatch:
                 self.layers[module.layer_idx] = family(module)
             else:
                 self.refusals[module.layer_idx] = reason
+        self.compiled: CompiledLayers | None = None
+        """Its layers compiled, once that was asked for."""
         self._experts = experts_configs(decoder)
         self._switched: list[tuple[Any, str]] = []
         self._handles = [
@@ -174,7 +177,13 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(self.model).forward, self.model) if self.held is None else self.held
         run = getattr(given_cache(args, kwargs), "run_forward", None)
-        return forward(*args, **kwargs) if run is None else run(self.model, forward, args, kwargs)
+        return forward(*args, **kwargs) if run is None else _run(run, self.model, forward, args, kwargs)
+
+
+@torch.compiler.disable(reason="a forward over a HierarchicalSparseCache is compiled by `compile=True`, layer by layer")
+def _run(run: Callable[..., Any], *args: Any) -> Any:
+    """A forward over a cache of ours: what it does on the host is not to be traced, nor fixed in compiled code."""
+    return run(*args)
 
 
 def patch_forward(model: nn.Module) -> None:
@@ -223,6 +232,14 @@ def patch_model(model: nn.Module) -> ModelPatch:
     decoder.__dict__[_ATTRIBUTE] = patch
     patch_forward(model)
     return patch
+
+
+def compiled_layers(decoder: nn.Module) -> CompiledLayers:
+    """The layers of a patched model's decoder, compiled when they are first run."""
+    patch = decoder.__dict__[_ATTRIBUTE]
+    if patch.compiled is None:
+        patch.compiled = CompiledLayers(decoder, patch.layers)
+    return patch.compiled
 
 
 def is_patched(model: nn.Module) -> bool:
