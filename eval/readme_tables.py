@@ -126,6 +126,7 @@ def kernels() -> str:
 
 CACHES = {
     "hierarchical": "this one",
+    "compiled": "this one, `compile=True`",
     "eager": "this one, no CUDA graph",
     "resident": "its selection, whole history on the GPU",
     "no-io": "this one without its copies",
