@@ -248,7 +248,8 @@ class HierarchicalSparseCache(Cache):
 
         ```python
         document = HierarchicalSparseCache(model)
-        model(**inputs, past_key_values=document)
+        with torch.no_grad():
+            model(**inputs, past_key_values=document, logits_to_keep=1)
         for question in questions:  # each the document's tokens, and its own
             model.generate(**question, past_key_values=document.fork())
         ```
@@ -293,7 +294,7 @@ class HierarchicalSparseCache(Cache):
         about = {
             "version": FILE_VERSION,
             "model": identity.describe(model),
-            "device": self._parameters[1].type if self._parameters else "cpu",
+            "device": next(model.get_decoder().parameters()).device.type,
             "options": {name: options[name] for name in SAVED_OPTIONS},
             "layers": self._kinds(),
             "states": states,

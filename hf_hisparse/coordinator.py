@@ -209,6 +209,7 @@ class SparseCoordinator:
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
+            self.memory.settle()
             self._reserve(self.length + tokens)
 
     def _reserve(self, tokens: int) -> None:

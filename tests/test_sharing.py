@@ -163,7 +163,7 @@ def addresses(store: host_store.HostStore, run: Tensor) -> range:
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestHistories.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
 @pytest.fixture
@@ -393,3 +393,17 @@ def test_reordering_warns_of_nothing(tiny, caplog, monkeypatch):
     forward(model, random_ids(2, 60), cache)
     cache.reorder_cache(torch.tensor([1, 1], device=DEVICE))
     assert not caplog.records
+
+
+def test_beams_that_begin_with_one_prompt(allocations, model, method):
+    """A prompt that is read once, and then held by every beam, is as good as one that every beam has read."""
+    ids = random_ids(1, 150)
+    caches = [new(model, method) for _ in range(2)]
+    forward(model, ids[:, :-1], caches[0])
+    caches[0].batch_repeat_interleave(3)
+    forward(model, ids[:, :-1].expand(3, -1), caches[1])
+    held = allocations.live
+    outputs = [generate(model, ids, cache, 12, num_beams=3, output_scores=True) for cache in caches]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    torch.testing.assert_close(outputs[0].sequences_scores, outputs[1].sequences_scores)
+    assert caches[0].stats().host_bytes < held / 2

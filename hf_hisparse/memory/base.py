@@ -43,6 +43,9 @@ class Memory(ABC):
         `start` begins an item.
         """
 
+    def settle(self) -> None:
+        """Orders the device's next work, a step that is replayed for one, after what is being written."""
+
     @abstractmethod
     def append(self, token: Tensor, position: Tensor) -> None:
         """Stores one token a row: `[rows, sum(widths)]`, at the `[rows]` int64 positions."""

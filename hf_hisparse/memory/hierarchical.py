@@ -40,12 +40,15 @@ class HierarchicalMemory(Memory):
         first = start // self.layout.page_size
         return self.layout.unpack(self.store.read(first, self.layout.items(tokens) - first), tokens - start)
 
-    def append(self, token: Tensor, position: Tensor) -> None:
+    def settle(self) -> None:
         self.store.settle()
+
+    def append(self, token: Tensor, position: Tensor) -> None:
+        self.settle()
         self.buffer.append(token, position)
 
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
-        self.store.settle()
+        self.settle()
         return self.buffer.buffer, self.buffer.swap_in(selection)
 
     def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
