@@ -68,6 +68,12 @@ class Memory(ABC):
         If they are as many as before, no tensor moves. Raises `MemoryError`, as `reserve` does.
         """
 
+    def prepare_select(self, rows: int, tokens: int, layers: int = 1) -> None:
+        """Has all the host memory that `select` of so many rows will need. Raises as that does, and changes nothing."""
+
+    def prepare_cut(self, tokens: int, room: int = 0, layers: int = 1) -> None:
+        """Has all the host memory that `cut` will need. Raises as that does, and changes nothing."""
+
     @abstractmethod
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
         """Only the first `tokens` tokens are needed from here on, and there is room for `room`. Whether tensors moved.

@@ -62,6 +62,13 @@ class HierarchicalMemory(Memory):
         self.buffer.select(torch.tensor(index, device=self.device))
         self.rows = len(index)
 
+    def prepare_select(self, rows: int, tokens: int, layers: int = 1) -> None:
+        self.store.prepare_select(rows, tokens // self.layout.page_size, layers)
+
+    def prepare_cut(self, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.store.prepare_cut(*self._items(tokens), self.layout.items(room), layers)
+        self.buffer.reserve()
+
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
         moved = self.store.cut(*self._items(tokens), self.layout.items(room), layers)
         self.buffer.reserve()
