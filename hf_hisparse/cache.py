@@ -256,7 +256,8 @@ class HierarchicalSparseCache(Cache):
 
         ```python
         document = HierarchicalSparseCache(model)
-        model(**inputs, past_key_values=document)
+        with torch.no_grad():
+            model(**inputs, past_key_values=document, logits_to_keep=1)
         for question in questions:  # each the document's tokens, and its own
             model.generate(**question, past_key_values=document.fork())
         ```
@@ -281,7 +282,7 @@ class HierarchicalSparseCache(Cache):
         """
         self.end_forward(failed=True)
         self._check_lost()
-        model = self._model()
+        model: Any = self._model()
         if model is None:
             raise ValueError("the model that the cache was made for is gone, and the file must name it; save earlier")
         tensors: dict[str, storage.Pieces] = {}
@@ -301,7 +302,7 @@ class HierarchicalSparseCache(Cache):
         about = {
             "version": FILE_VERSION,
             "model": identity.describe(model),
-            "device": self._parameters[1].type if self._parameters else "cpu",
+            "device": next(model.get_decoder().parameters()).device.type,
             "options": {name: options[name] for name in SAVED_OPTIONS},
             "layers": self._kinds(),
             "states": states,
@@ -419,10 +420,40 @@ class HierarchicalSparseCache(Cache):
                 f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
             )
         self.end_forward(failed=True)
+        # In all layers, before any is changed.
+        for _, hierarchical in self._hierarchical:
+            hierarchical.coordinator.prepare_crop(-tokens_to_remove)
         # Windows and linear states may refuse, so they come first.
         certain = (HierarchicalLayer, DynamicLayer, DynamicIndexedLayer)
         for layer in sorted(self.layers, key=lambda layer: type(layer) in certain):
             layer.crop(tokens_to_remove)
+
+    def _prepare_batch(self, batch: int) -> None:
+        """Has the memory for a batch of so many in all layers, before any is changed."""
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        try:
+            for coordinator in coordinators:
+                coordinator.prepare_batch(batch)
+        except MemoryError:
+            for coordinator in coordinators:
+                coordinator.prepare_batch(coordinator.batch)
+            raise
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Keeps the sequences at `beam_idx`, which may repeat."""
+        self._prepare_batch(len(beam_idx))
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence: what they have in common is held once."""
+        self._prepare_batch(repeats * max((layer.coordinator.batch for _, layer in self._hierarchical), default=0))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences at `indices`, which may repeat, or where a bool mask is true."""
+        indices = torch.as_tensor(indices)
+        self._prepare_batch(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
+        super().batch_select_indices(indices)
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""

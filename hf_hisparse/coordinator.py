@@ -211,6 +211,7 @@ class SparseCoordinator:
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
+            self.memory.settle()
             self._reserve(self.length + tokens)
 
     def _reserve(self, tokens: int) -> None:
@@ -373,6 +374,17 @@ class SparseCoordinator:
         )
 
     # ---- what transformers does with a cache -------------------------------------------------------------------------
+
+    def prepare_crop(self, remove: int) -> None:
+        """Has the memory that `crop` will need. Raises `MemoryError`, with nothing changed, if there is none."""
+        length = max(0, self.length - remove)
+        if self.memory is not None and length:
+            self.memory.prepare_cut(length if length > self.top_k else 0, self.capacity, self.layers)
+
+    def prepare_batch(self, batch: int) -> None:
+        """Has the memory that `select_batch` of so many will need. Raises as `prepare_crop` does."""
+        if self.memory is not None:
+            self.memory.prepare_select(batch * self.heads, self.length, self.layers)
 
     def crop(self, remove: int) -> None:
         """Forgets the newest `remove` tokens."""

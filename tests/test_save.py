@@ -16,7 +16,7 @@ from hf_hisparse import HierarchicalSparseCache, storage, unpatch_model
 from hf_hisparse.cache import FILE_KEY
 from hf_hisparse.memory import host_store
 from hf_hisparse.models import is_patched
-from tests.helpers import DEVICE, METHODS, decode, forward, left_padding, make_model, random_ids, same_bits
+from tests.helpers import DEVICE, METHODS, decode, dense_cache, forward, left_padding, make_model, random_ids, same_bits
 
 
 @pytest.fixture(params=METHODS)
@@ -93,6 +93,17 @@ def test_dense_layers_and_bfloat16(tiny, tmp_path):
     cache = filled(model, 90, **METHODS["llama-quest"][1], dense_layers=[1])
     cache.save(tmp_path / "cache")
     found = HierarchicalSparseCache.load(model, str(tmp_path / "cache"), dense_layers={1})
+    more = random_ids(2, 30, seed=1)
+    assert same_bits(steps(model, more, found), steps(model, more, cache))
+
+
+def test_a_history_that_was_dense_before(tiny, tmp_path):
+    model = tiny("gemma3_text")
+    dense = dense_cache(model)
+    forward(model, random_ids(2, 90), dense)
+    cache = HierarchicalSparseCache.from_dense(model, dense, top_k=40, page_size=4, recent_tokens=6)
+    cache.save(tmp_path / "cache")
+    found = HierarchicalSparseCache.load(model, tmp_path / "cache")
     more = random_ids(2, 30, seed=1)
     assert same_bits(steps(model, more, found), steps(model, more, cache))
 

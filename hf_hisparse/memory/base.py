@@ -43,6 +43,9 @@ class Memory(ABC):
         `start` begins an item.
         """
 
+    def settle(self) -> None:
+        """Orders the device's next work, a step that is replayed for one, after what is being written."""
+
     @abstractmethod
     def append(self, token: Tensor, position: Tensor) -> None:
         """Stores one token a row: `[rows, sum(widths)]`, at the `[rows]` int64 positions."""
@@ -64,6 +67,12 @@ class Memory(ABC):
 
         If they are as many as before, no tensor moves. Raises `MemoryError`, as `reserve` does.
         """
+
+    def prepare_select(self, rows: int, tokens: int, layers: int = 1) -> None:
+        """Has all the host memory that `select` of so many rows will need. Raises as that does, and changes nothing."""
+
+    def prepare_cut(self, tokens: int, room: int = 0, layers: int = 1) -> None:
+        """Has all the host memory that `cut` will need. Raises as that does, and changes nothing."""
 
     @abstractmethod
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:

@@ -40,12 +40,15 @@ class HierarchicalMemory(Memory):
         first = start // self.layout.page_size
         return self.layout.unpack(self.store.read(first, self.layout.items(tokens) - first), tokens - start)
 
-    def append(self, token: Tensor, position: Tensor) -> None:
+    def settle(self) -> None:
         self.store.settle()
+
+    def append(self, token: Tensor, position: Tensor) -> None:
+        self.settle()
         self.buffer.append(token, position)
 
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
-        self.store.settle()
+        self.settle()
         return self.buffer.buffer, self.buffer.swap_in(selection)
 
     def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
@@ -58,6 +61,13 @@ class HierarchicalMemory(Memory):
         self.store.select(index, *self._items(tokens), layers)
         self.buffer.select(torch.tensor(index, device=self.device))
         self.rows = len(index)
+
+    def prepare_select(self, rows: int, tokens: int, layers: int = 1) -> None:
+        self.store.prepare_select(rows, tokens // self.layout.page_size, layers)
+
+    def prepare_cut(self, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.store.prepare_cut(*self._items(tokens), self.layout.items(room), layers)
+        self.buffer.reserve()
 
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
         moved = self.store.cut(*self._items(tokens), self.layout.items(room), layers)

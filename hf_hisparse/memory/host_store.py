@@ -54,6 +54,8 @@ class HostStore:
         self._next: Future[pinned.Region] | None = None
         """The chunk that is being prepared, or could not be."""
         self._next_bytes = 0
+        self._spare: Tensor | None = None
+        """What `select` will need for more rows."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
 
@@ -68,7 +70,8 @@ class HostStore:
         failed = self._next is not None and self._next.done() and self._next.exception() is not None
         chunks = (run.untyped_storage() for runs in self.runs for run in runs)
         held = {chunk.data_ptr(): chunk.nbytes() for chunk in chunks}
-        return sum(held.values()) + (0 if failed else self._next_bytes)
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return sum(held.values()) + spare + (0 if failed else self._next_bytes)
 
     def reserve(self, items: int, layers: int = 1) -> None:
         """Grows until `items` items a row fit, and prepares to grow further when they nearly fill it.
@@ -187,15 +190,12 @@ class HostStore:
         full, rest = self._split(items, closed)
         slabs = self.table.shape[1]
         own, own_table = [self._cut(runs, full, slabs) for runs in self.runs], self.table[:, full:]
+        self.prepare_select(len(index), closed, layers)
         more = max(len(index) - self.rows, 0)
         if more:
-            nbytes = more * (slabs - full) * self._slab_bytes
-            memory = torch.empty(0, dtype=torch.uint8)
-            if nbytes:
-                with self._needed(nbytes, layers):
-                    memory = pinned.allocate_behind(nbytes, self.device).result().tensor()
-            table, runs = self._cut_up(memory, more)
+            table, runs = self._cut_up(torch.empty(0, dtype=torch.uint8) if self._spare is None else self._spare, more)
             own, own_table = [*own, *([run] for run in runs)], torch.cat((own_table, table))
+            self._spare = None
         # Whoever comes first keeps what is a row's alone.
         free = [row for row in range(self.rows + more) if row not in set(index)]
         owner: list[int] = []
@@ -216,6 +216,30 @@ class HostStore:
             copies = [row for row, mine in enumerate(owner) if mine != index[row]]
             self.write(filling.index_select(0, rows), items - rest, copies)
 
+    def prepare_select(self, rows: int, closed: int, layers: int = 1) -> None:
+        """Has all the memory that `select` of so many rows will need, or gives back what it had for others.
+
+        Raises:
+            MemoryError: If it cannot be had. Nothing has changed then.
+        """
+        full, _ = self._split(0, closed)
+        nbytes = max(rows - self.rows, 0) * (self.table.shape[1] - full) * self._slab_bytes
+        if self._spare is not None and self._spare.nbytes != nbytes:
+            self._spare = None
+        if nbytes and self._spare is None:
+            with self._needed(nbytes, layers):
+                self._spare = pinned.allocate_behind(nbytes, self.device).result().tensor()
+
+    def prepare_cut(self, items: int, closed: int, room: int = 0, layers: int = 1) -> None:
+        """Has all the memory that `cut` will need.
+
+        Raises:
+            MemoryError: If it cannot be had. Nothing has changed then.
+        """
+        full, _ = self._split(items, closed)
+        if full < self.shared:
+            self.reserve(max(room, items) + (self.shared - full) * self.items_per_slab, layers)
+
     def cut(self, items: int, closed: int, room: int = 0, layers: int = 1) -> bool:
         """Only the first `items` items are needed from here on. Whether the table moved.
 
@@ -232,8 +256,7 @@ class HostStore:
         full, rest = self._split(items, closed)
         if full >= self.shared:
             return False
-        gone = self.shared - full
-        self.reserve(max(room, items) + gone * self.items_per_slab, layers)
+        self.prepare_cut(items, closed, room, layers)
         if rest:
             filling = self.read(items - rest, rest)
         slabs = self.table.shape[1]
