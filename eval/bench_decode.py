@@ -3,7 +3,8 @@
 `model.generate` continues a random prompt over one cache after the other, in one process:
 
 - `hierarchical`: the history in host memory, a working set on the device, decode steps in a CUDA graph;
-- `eager`: the same without a graph;
+- `compiled`: the same over decoder layers that are compiled;
+- `eager`: without a graph;
 - `resident`: the same selection and attention with the whole history on the device, which is what the copies cost;
 - `no-io`: the hierarchical cache without its copies (the tokens are wrong then), what the mechanism costs;
 - `dynamic`, `offloading`: transformers' `DynamicCache`, and the same with every layer fetched from host memory;
@@ -114,6 +115,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 CACHES: dict[str, Callable[[Any, int, dict[str, Any]], Cache]] = {
     "hierarchical": lambda model, length, options: HierarchicalSparseCache(model, **options, max_cache_len=length),
+    "compiled": lambda model, length, options: HierarchicalSparseCache(
+        model, **options, max_cache_len=length, compile=True
+    ),
     "eager": lambda model, length, options: HierarchicalSparseCache(model, **options),
     "resident": lambda model, length, options: HierarchicalSparseCache(
         model, **options, max_cache_len=length, offload=False
