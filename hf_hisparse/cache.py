@@ -191,8 +191,8 @@ class HierarchicalSparseCache(Cache):
         device = next(model.parameters()).device
         if self.config.compile and device.type != "cuda":
             logger.warning_once(
-                f"`compile=True` does nothing on {device}: decode steps are captured, and their layers compiled, on a CUDA "
-                "device."
+                f"`compile=True` does nothing on {device}: decode steps are captured, and their layers compiled, on a "
+                "CUDA device."
             )
         super().__init__(layers=layers)
 
