@@ -1,10 +1,15 @@
-// Elements of a model's dtype, read as float32.
+// Elements of a model's dtype, read as float32 and made of it.
 #pragma once
 
 struct BFloat16 {
     using Element = unsigned short;
     using Eight = uint4;
     static __device__ __forceinline__ float widen(Element x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+    static __device__ __forceinline__ Element narrow(float x) {
+        const unsigned word = __float_as_uint(x);
+        // To nearest, ties to even; a NaN stays one.
+        return x != x ? 0x7fff : static_cast<Element>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+    }
     // Elements 2i and 2i + 1.
     static __device__ __forceinline__ float2 pair(const Eight& eight, int i) {
         const unsigned word = (&eight.x)[i];
@@ -20,6 +25,11 @@ struct Float16 {
         asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
         return wide;
     }
+    static __device__ __forceinline__ Element narrow(float x) {
+        Element half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+        return half;
+    }
     static __device__ __forceinline__ float2 pair(const Eight& eight, int i) {
         const unsigned word = (&eight.x)[i];
         return make_float2(widen(static_cast<Element>(word)), widen(static_cast<Element>(word >> 16)));
@@ -32,6 +42,7 @@ struct Float32 {
         float4 halves[2];
     };
     static __device__ __forceinline__ float widen(Element x) { return x; }
+    static __device__ __forceinline__ Element narrow(float x) { return x; }
     static __device__ __forceinline__ float2 pair(const Eight& eight, int i) {
         const float4& half = eight.halves[i >> 1];
         return i & 1 ? make_float2(half.z, half.w) : make_float2(half.x, half.y);

@@ -104,29 +104,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     __shared__ float held[kHeads][kStride];  // Logits of tokens, then their weights.
     __shared__ float per_warp[kWarps][kHeads];
 
-    // ---- q . centre, of each block of tokens that the chunk meets ----
+    // q . centre, of each block of tokens that the chunk meets: a warp takes a centre.
     const int first_centre = begin >> shift;
-    const int centre_count = end > begin ? (end - 1 >> shift) - first_centre + 1 : 0;
-    with_dtype(dtype, [&](auto type) {
-        using Type = decltype(type);
-        using Element = typename Type::Element;
-        for (int pair = warp; pair < centre_count * kHeads; pair += kWarps) {
-            const int c = pair / kHeads, h = pair % kHeads;
-            float sum = 0;
-            if (h < heads) {
-                const Element* const q = static_cast<const Element*>(query) + (first_head + h) * width;
+    const auto score_centres = [&]() {
+        const int centre_count = end > begin ? (end - 1 >> shift) - first_centre + 1 : 0;
+        with_dtype(dtype, [&](auto type) {
+            using Type = decltype(type);
+            using Element = typename Type::Element;
+            const Element* const q = static_cast<const Element*>(query) + first_head * width;
+            for (int c = warp; c < centre_count; c += kWarps) {
                 const Element* const centre =
                     static_cast<const Element*>(centres) + (row * centre_capacity + first_centre + c) * width;
+                float sum[kHeads] = {};
 #pragma unroll 4
                 for (int i = lane; i < width; i += 32) {
-                    sum += Type::widen(q[i]) * static_cast<float>(scale) * Type::widen(centre[i]);
+                    const float factor = static_cast<float>(scale) * Type::widen(centre[i]);
+#pragma unroll
+                    for (int h = 0; h < kHeads; ++h) sum[h] += factor * Type::widen(q[min(h, heads - 1) * width + i]);
+                }
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    sum[h] = warp_sum(sum[h]);
+                    if (lane == 0) offsets[c][h] = sum[h];
                 }
             }
-            sum = warp_sum(sum);
-            if (lane == 0) offsets[c][h] = sum;
-        }
-    });
-    __syncthreads();
+        });
+        __syncthreads();
+    };
 
     // ---- logits: a lane has head t of tokens g and g + 8 of each tile ----
     // A lane reads of `held` what it has written itself, until the weights are complete.
@@ -135,14 +139,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     const float2 level = t < heads ? levels[first_head + t] : make_float2(0.0f, 0.0f);
     const float step = level.x;
     const unsigned total = __float_as_uint(level.y);
-    const int bytes = width / 8, own = begin + warp * (kChunk / kWarps);
+    const int bytes = width / 8, own = begin + warp * (kChunk / kWarps), last = static_cast<int>(capacity) - 1;
     const unsigned char* const row_bits = bits + row * capacity * bytes;
     const unsigned short* const row_scales = scales + row * capacity;
-    // Tokens that do not count are read as ones that do, or as the chunk's first, so that no load waits for a branch.
-    const auto within = [&](int token) { return max(min(token, end - 1), begin); };
     const auto score = [&](auto steps_, auto words) {
         constexpr int kSteps = decltype(steps_)::value;
         constexpr int kInFlight = 4 / kSteps;  // Tiles whose loads are under way at once.
+        unsigned word[kInFlight][2][kSteps];
+        unsigned short token_scale[kInFlight][2];
+        // What lies behind the history is read too, as far as there is room, so that no load waits for its length.
+        const auto load = [&](int first_tile) {
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int token = min(own + (first_tile + i) * kTile + r * 8 + g, last);
+                    token_scale[i][r] = row_scales[token];
+                    const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
+#pragma unroll
+                    for (int k = 0; k < kSteps; ++k) {
+                        word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
+                    }
+                }
+            }
+        };
+        load(0);
+        score_centres();
         uint4 b[kSteps][4];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -152,22 +174,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
             }
         }
 #pragma unroll 1
-        for (int group_of_tiles = 0; group_of_tiles < kTiles; group_of_tiles += kInFlight) {
-            unsigned word[kInFlight][2][kSteps];
-            unsigned short token_scale[kInFlight][2];
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int token = within(own + (group_of_tiles + i) * kTile + r * 8 + g);
-                    token_scale[i][r] = row_scales[token];
-                    const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
-#pragma unroll
-                    for (int k = 0; k < kSteps; ++k) {
-                        word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
-                    }
-                }
-            }
+        for (int first_tile = 0; first_tile < kTiles; first_tile += kInFlight) {
+            if (first_tile > 0) load(first_tile);
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
                 int low[4] = {}, high[4] = {};
@@ -187,13 +195,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int token = own + (group_of_tiles + i) * kTile + r * 8 + g;
+                    const int token = own + (first_tile + i) * kTile + r * 8 + g;
                     const unsigned product = combine(low[2 * r], low[2 * r + 1], high[2 * r]);
                     const float sum = static_cast<float>(static_cast<int>(2 * product - total));
-                    const float offset = offsets[(within(token) >> shift) - first_centre][t];
-                    float logit = sum * step * Float16::widen(token_scale[i][r]) + offset;
-                    if (token < first || token >= end) logit = -INFINITY;
-                    mine[(group_of_tiles + i) * kTile + r * 8] = logit;
+                    float logit = -INFINITY;
+                    if (token >= first && token < end) {
+                        logit = sum * step * Float16::widen(token_scale[i][r]) + offsets[(token >> shift) - first_centre][t];
+                    }
+                    mine[(first_tile + i) * kTile + r * 8] = logit;
                     largest = fmaxf(largest, logit);
                 }
             }

@@ -3,12 +3,14 @@
 `model.generate` continues a random prompt over one cache after the other, in one process:
 
 - `hierarchical`: the history in host memory, a working set on the device, decode steps in a CUDA graph;
-- `compiled`: the same over decoder layers that are compiled;
-- `eager`: without a graph;
+- `compiled`: the same with `compile=True`;
+- `eager`: the same without a graph;
 - `resident`: the same selection and attention with the whole history on the device, which is what the copies cost;
 - `no-io`: the hierarchical cache without its copies (the tokens are wrong then), what the mechanism costs;
 - `dynamic`, `offloading`: transformers' `DynamicCache`, and the same with every layer fetched from host memory;
-- `static`: transformers' `StaticCache`, whose decode steps `generate` compiles and captures by itself.
+- `static`: transformers' `StaticCache`, whose decode steps `generate` compiles and captures by itself;
+- `floor`: no cache but the forward of one token in a CUDA graph, over a static cache so short that attention costs next
+  to nothing: what is left of a step when all that a cache does is free.
 
 A step ends when its logits are there: a logits processor records a CUDA event (a few microseconds of the host; nothing
 waits for it), and times are between events. The first is that of the prompt. Every row has a run to warm up, then
@@ -34,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -317,11 +320,39 @@ class Bench:
         self._clean()
         row = {"cache": name, "context": context, "batch": batch, "new_tokens": self.new_tokens}
         try:
-            return row | self._measure(name, context, batch)
+            return row | (self._floor(batch) if name == "floor" else self._measure(name, context, batch))
         except Exception as error:  # The rows that were measured, and those to come, do not depend on it.
             short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower()
             message = " ".join(str(error).split())[:300]
             return row | {"error": f"out of memory: {message}" if short else f"{type(error).__name__}: {message}"}
+
+    def _floor(self, batch: int) -> dict[str, Any]:
+        if self.device.type != "cuda":
+            raise ValueError("a CPU has no CUDA graphs")
+        length, replays = 256, 100
+        cache = StaticCache(config=_text_config(self.model), max_cache_len=length)
+        ids = torch.ones(batch, 1, dtype=torch.int64, device=self.device)
+        position = torch.full((1, 1), length // 2, device=self.device)
+
+        def step() -> Tensor:
+            return self.model(ids, position_ids=position, use_cache=True, **{cache_argument(self.model): cache}).logits
+
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step()
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize(self.device)
+        times = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+        return {"steps": replays, "tpot_ms": statistics.median(times), "weights_bytes": self.weights_bytes}
 
     def _measure(self, name: str, context: int, batch: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
@@ -485,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=3, help="timed runs a row, after one that warms up")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, help="default: all that the device has")
+    parser.add_argument("--caches", nargs="+", choices=[*CACHES, "floor"], help="default: all that the device has")
     parser.add_argument(
         "--overlap", type=float, help="share of a selection that the next one keeps (default: the model's)"
     )
@@ -517,7 +548,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_budget * 2**30 / total), device)
     names = args.caches or (
-        list(CACHES) if device.type == "cuda" else ["hierarchical", "resident", "dynamic", "static"]
+        [*CACHES, "floor"] if device.type == "cuda" else ["hierarchical", "resident", "dynamic", "static"]
     )
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     options = {name: getattr(args, name) for name in ("top_k", "buffer_size", "page_size", "algorithm", "backend")}

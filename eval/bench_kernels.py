@@ -154,7 +154,7 @@ class Bench:
         # The histories of every setting lie in the same memory, one after the other.
         self.store = HostStore(histories, LATENT.layout.elements, torch.bfloat16, DEVICE)
         self.store.reserve(LATENT.items)
-        self.host = self.store.chunks[0].view(torch.uint8).flatten()
+        self.host = torch.empty(0, dtype=torch.uint8).set_(self.store.runs[0][0].untyped_storage())
         noise = torch.randint(256, (1 << 28,), dtype=torch.uint8, device=DEVICE)
         for piece in self.host.split(len(noise)):
             piece.copy_(noise[: len(piece)], non_blocking=True)

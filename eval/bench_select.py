@@ -29,7 +29,7 @@ from torch import Tensor
 from eval.bench_kernels import DEVICE, STEPS, Bench
 from eval.common import environment, write_results
 from hf_hisparse import ops
-from hf_hisparse.algorithms import ALGORITHMS, KeyScoring
+from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer
 from hf_hisparse.ops import cuda, reference
 from hf_hisparse.ops.heuristics import MAX_CLUSTER, top_k_blocks
 
@@ -37,6 +37,8 @@ from hf_hisparse.ops.heuristics import MAX_CLUSTER, top_k_blocks
 TOKENS = 1 << 17
 TOP_K = 2048
 KV_HEADS, GROUP, WIDTH = 8, 4, 128
+INDEX_HEADS = 64
+"""Of DeepSeek-V3.2's indexer, whose width is the same."""
 LAYERS = 4
 """Their representations exceed the L2 cache."""
 
@@ -86,6 +88,28 @@ class Layer:
     def retrieve(self) -> Tensor:
         k = TOP_K // self.algorithm.page_size
         return self.algorithm.retrieve_topk(self.query, k, self.items, WIDTH**-0.5, self.starts, self.lengths)
+
+
+class IndexedLayer:
+    """One layer's indexer keys, and the queries of a step as the model's indexer makes them, in float32."""
+
+    def __init__(self, batch: int):
+        self.algorithm = LightningIndexer()
+        keys = torch.randn(batch, TOKENS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+        self.algorithm.representations.write({"keys": keys}, 0)
+        self.query = torch.randn(batch, 1, INDEX_HEADS, WIDTH, device=DEVICE).bfloat16().float()
+        self.weights = torch.randn(batch, 1, INDEX_HEADS, device=DEVICE)
+        self.starts = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+        self.positions = torch.full_like(self.starts, TOKENS - 1)
+        self.asked = self.query.bfloat16()
+
+    def score(self) -> Tensor:
+        keys = self.algorithm.representations["keys"]
+        return ops.score_indexer(self.asked, self.weights, keys, TOKENS, WIDTH**-0.5, self.starts, self.positions)
+
+    def retrieve(self) -> Tensor:
+        window = self.starts, self.positions, TOKENS
+        return self.algorithm.retrieve_topk(self.query, self.weights, WIDTH**-0.5, *window, TOP_K)
 
 
 def measure(bench: Bench, work: Sequence[Callable[[], object]]) -> dict[str, float]:
@@ -146,6 +170,18 @@ def bench_scores(bench: Bench, rate: float, batches: Iterable[int]) -> Iterator[
             del layers, scores
 
 
+def bench_indexer(bench: Bench, rate: float, batches: Iterable[int]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        layers = [IndexedLayer(batch) for _ in range(LAYERS)]
+        common = {"setting": "indexer", "rows": batch, "items": TOKENS, "floor_us": layers[0].algorithm.nbytes / rate}
+        scores = [layer.score for layer in layers]
+        with ops.score_indexer.set_kernel_enabled("cuda", enabled=False):
+            plain = measure(bench, scores)["us"]
+        yield common | {"op": "score"} | measure(bench, scores) | {"torch_us": plain}
+        times = measure(bench, [layer.retrieve for layer in layers])
+        yield common | {"op": "retrieve", "k": TOP_K} | times
+
+
 def show(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Prints the rows as a table while they come."""
     columns = "op setting rows items k blocks chosen us back_to_back_us torch_us floor_us".split()
@@ -180,7 +216,9 @@ def main() -> None:
             rows = list(show(bench_shapes(bench)))
         else:
             rows = list(show(bench_top_k(bench, rate)))
-            rows += show(bench_scores(bench, rate, (1,) if arguments.quick else (1, 8)))
+            batches = (1,) if arguments.quick else (1, 8)
+            rows += show(bench_scores(bench, rate, batches))
+            rows += show(bench_indexer(bench, rate, batches))
     write_results(arguments.output, rows, environment=environment(DEVICE), empty_us=empty, copy_bytes_per_us=rate)
     print(f"{time.perf_counter() - start:.0f} s")
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
+import os
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +22,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
+from hf_hisparse import identity, storage
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
@@ -35,6 +40,11 @@ from hf_hisparse.stats import CacheStats, layer_stats
 
 
 logger = logging.get_logger(__name__)
+
+FILE_KEY, FILE_VERSION = "hf_hisparse", 1
+"""In a file's metadata: where what `save` writes about a cache lies, and its version, raised when that changes."""
+SAVED_OPTIONS = ("top_k", "page_size", "algorithm", "dense_layers", "sink_tokens", "recent_tokens")
+"""The options that a history depends on. All others may be different when it is loaded."""
 
 
 class HierarchicalLayer(CacheLayerMixin):
@@ -108,11 +118,6 @@ class HierarchicalLayer(CacheLayerMixin):
             self.coordinator.crop(-tokens_to_remove)
 
     def _select(self, index: Tensor) -> None:
-        if self.coordinator.memory is not None:
-            logger.warning_once(
-                "The batch of a HierarchicalSparseCache is reordered, as beam search does: each reordering moves the "
-                "whole history through the device, which is slow. Sampling and greedy search do not reorder."
-            )
         self.coordinator.select_batch(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -180,6 +185,7 @@ class HierarchicalSparseCache(Cache):
             if not patched:
                 unpatch_model(model)
             raise
+        self._model = weakref.ref(model)
         self._max_length = _max_length(self._text_config)
         self._parameters: tuple[torch.dtype, torch.device] | None = None
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
@@ -251,6 +257,137 @@ class HierarchicalSparseCache(Cache):
                     layer.update_indexer(dense.indexer_keys)
         return new
 
+    def fork(self) -> HierarchicalSparseCache:
+        """A copy that goes on by itself, and shares the history in host memory: many questions on one document.
+
+        ```python
+        document = HierarchicalSparseCache(model)
+        model(**inputs, past_key_values=document)
+        for question in questions:  # each the document's tokens, and its own
+            model.generate(**question, past_key_values=document.fork())
+        ```
+
+        What is shared goes with the last cache that has it. `copy.deepcopy` does the same.
+
+        Raises:
+            MemoryError: If the memory for what the two will not share cannot be had.
+        """
+        self.end_forward(failed=True)
+        return copy.deepcopy(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the history and all that is needed to go on with it to a safetensors file, whole or not at all.
+
+        Args:
+            path: Where to. A file that was there is replaced.
+
+        Raises:
+            ValueError: If a layer's state cannot be written, or is lost.
+            OSError: If the file cannot be written.
+        """
+        self.end_forward(failed=True)
+        self._check_lost()
+        model = self._model()
+        if model is None:
+            raise ValueError("the model that the cache was made for is gone, and the file must name it; save earlier")
+        tensors: dict[str, storage.Pieces] = {}
+        states = []
+        for index, layer in enumerate(self.layers):
+            name = f"layers.{index}"
+            if isinstance(layer, HierarchicalLayer):
+                held, facts = layer.coordinator.state()
+                tensors |= {f"{name}.{key}": value for key, value in held.items()}
+                states.append(facts | {"is_initialized": layer.is_initialized})
+                continue
+            try:
+                states.append(storage.encode(vars(layer), name, tensors))
+            except TypeError as error:
+                raise ValueError(f"layer {index} ({type(layer).__name__}) cannot be saved: {error}") from error
+        options = vars(self.config) | {"dense_layers": sorted(self.config.dense_layers)}
+        about = {
+            "version": FILE_VERSION,
+            "model": identity.describe(model),
+            "device": self._parameters[1].type if self._parameters else "cpu",
+            "options": {name: options[name] for name in SAVED_OPTIONS},
+            "layers": self._kinds(),
+            "states": states,
+        }
+        storage.write(path, tensors, {"format": "pt", FILE_KEY: json.dumps(about)})
+
+    @classmethod
+    def load(cls, model: nn.Module, path: str | os.PathLike, **options: Any) -> HierarchicalSparseCache:
+        """A cache with the history that `save` wrote. The file is mapped, and read where it is needed.
+
+        Args:
+            model: The model that will use it, the one that filled the cache that was saved: of the same type, weights
+                and dtype.
+            path: What `save` wrote. It may be replaced while it is in use, and must not be written into.
+            options: As for the constructor. Those that say what a history holds are as they were saved, and may be left
+                out: `top_k`, `page_size`, `algorithm`, `dense_layers`, `sink_tokens`, `recent_tokens`.
+
+        Raises:
+            ValueError: If the file is not one that `save` wrote or not whole, or the model or an option does not fit;
+                the message names what. Nothing has changed then.
+            MemoryError: If the host memory cannot be had.
+        """
+        file = storage.Mapped(path)
+        where = repr(os.fspath(path))
+        if FILE_KEY not in file.metadata:
+            raise ValueError(f"{where} holds no cache that `save` wrote")
+        about = json.loads(file.metadata[FILE_KEY])
+        if about["version"] != FILE_VERSION:
+            raise ValueError(f"{where} has format version {about['version']}; this one reads {FILE_VERSION}")
+        if differ := identity.differences(about["model"], identity.describe(model)):
+            raise ValueError(f"{where} was saved for another model: {differ}; load the model that it was saved for")
+        given = {name: options[name] for name in SAVED_OPTIONS if name in options}
+        if "dense_layers" in given:
+            given["dense_layers"] = sorted(given["dense_layers"])
+        if differ := identity.differences({name: about["options"][name] for name in given}, given):
+            raise ValueError(f"{where} was saved with other options: {differ}; leave them out")
+        patched = is_patched(model)
+        new = cls(model, **about["options"] | options)
+        try:
+            if new._kinds() != about["layers"]:
+                raise ValueError(f"{where} was saved with layers {about['layers']}, which are now {new._kinds()}")
+            new._load(model, file.tensors(), about)
+        except BaseException:
+            if not patched:
+                unpatch_model(model)
+            raise
+        return new
+
+    def _load(self, model: Any, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Takes the state of every layer from a file."""
+        length = max((state.get("length", 0) for state in about["states"]), default=0)
+        longest = self.config.max_cache_len
+        if longest is not None and length > longest:
+            raise ValueError(f"{length} tokens were saved, more than `max_cache_len={longest}`; use a larger one")
+        decoder, patch = model.get_decoder(), patch_model(model)
+        parameter = next(decoder.parameters())
+        for index, (layer, state) in enumerate(zip(self.layers, about["states"], strict=True)):
+            module = patch.layers[index].module if index in patch.layers else decoder
+            device = next(module.parameters()).device
+            prefix = f"layers.{index}."
+            if isinstance(layer, HierarchicalLayer):
+                own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                layer.coordinator.load(own, state, device)
+                layer.is_initialized = state["is_initialized"]
+            else:
+                vars(layer).update(storage.decode(state, tensors, device, about["device"]))
+        self._parameters = (parameter.dtype, parameter.device)
+
+    def _kinds(self) -> list[str]:
+        """What every layer is, in words."""
+        kinds = []
+        for layer in self.layers:
+            kind = type(layer).__name__
+            if isinstance(layer, HierarchicalLayer):
+                method = layer.coordinator.algorithm
+                kept = {name: getattr(method, name, None) for name in ("page_size", "sink_tokens", "recent_tokens")}
+                kind = f"{type(method).__name__} top_k={layer.coordinator.top_k} {kept}"
+            kinds.append(kind)
+        return kinds
+
     @property
     def is_compileable(self) -> bool:
         """False: `generate` is not to compile the forward as a whole, into a graph of its own.
@@ -270,7 +407,7 @@ class HierarchicalSparseCache(Cache):
         return super().get_seq_length(layer_idx) if self._begun is None else self._begun[0]
 
     def reset(self) -> None:
-        """Forgets the history."""
+        """Forgets the history. Its memory is kept for the next one."""
         self._begun, self._lost = None, False
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):
@@ -303,6 +440,9 @@ class HierarchicalSparseCache(Cache):
             return
         if length == 0:
             self.reset()
+            # Running out of it may be why the forward failed.
+            for _, hierarchical in self._hierarchical:
+                hierarchical.coordinator.release()
             return
         layer: Any
         for layer in self.layers:
@@ -318,6 +458,13 @@ class HierarchicalSparseCache(Cache):
         for layer, state in windows:
             vars(layer).update(state)
 
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise ValueError(
+                "a forward failed midway, and the state of the model's linear-attention layers is lost; call "
+                "`cache.reset()` and start again with the whole text"
+            )
+
     def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
         """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
 
@@ -329,11 +476,7 @@ class HierarchicalSparseCache(Cache):
         if self._recording:
             return
         self.end_forward(failed=True)
-        if self._lost:
-            raise ValueError(
-                "a forward failed midway, and the state of the model's linear-attention layers is lost; call "
-                "`cache.reset()` and start again with the whole text"
-            )
+        self._check_lost()
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:
@@ -378,6 +521,11 @@ class HierarchicalSparseCache(Cache):
     def replays(self, tokens: int, device: torch.device) -> bool:
         """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
         return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
+
+    def needs_masks(self, tokens: int) -> bool:
+        """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
+        enough to know the padding."""
+        return self.has_other_layers or any(layer.coordinator.is_dense(tokens) for _, layer in self._hierarchical)
 
     @property
     def has_other_layers(self) -> bool:

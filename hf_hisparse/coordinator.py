@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
-from hf_hisparse.layout import ItemLayout
+from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
+from hf_hisparse.storage import Pieces
 
 
 def first_tokens(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
@@ -77,17 +79,91 @@ class SparseCoordinator:
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
-        self.reset()
 
-    def reset(self) -> None:
-        """Forgets the history."""
-        self.length = 0
-        self.batch = self.heads = 0
-        self.recent: tuple[Tensor, ...] | None = None
         self.memory: Memory | None = None
         self._reserved: Memory | None = None
-        """An empty memory for a history that is still dense but may become `capacity` tokens long."""
-        self.algorithm: Any = self._make_algorithm()
+        """An empty memory: for a history that is still dense but may become `capacity` tokens long, or the next one."""
+        self.length = self.batch = self.heads = 0
+        self.recent: tuple[Tensor, ...] | None = None
+        self.algorithm: Any = algorithm()
+
+    def reset(self) -> None:
+        """Forgets the history. Its memory is kept for the next one."""
+        self.length = self.batch = self.heads = 0
+        self.recent = None
+        self.memory, self._reserved = None, self.memory or self._reserved
+        if self._reserved is not None:
+            self._reserved.clear()
+        self.algorithm = self._make_algorithm()
+
+    def release(self) -> None:
+        """Gives back the memory that is kept for a history to come."""
+        self._reserved = None
+
+    def fork(self) -> SparseCoordinator:
+        """A coordinator with the same history, which shares what lies in host memory until one of both changes it.
+
+        Raises:
+            MemoryError: If the memory for what cannot be shared, the end of the history and what there is to be room
+                for, cannot be had.
+        """
+        new = copy.copy(self)
+        new.attending = False
+        new.algorithm = copy.deepcopy(self.algorithm)
+        new._reserved = None
+        if self._reserved is not None and self.capacity:
+            new._reserved = self._reserved.fork(0, self.capacity, self.layers)
+        if self.memory is not None:
+            new.memory = self.memory.fork(self.length, self.capacity, self.layers)
+            new.starts, new.lengths, new.serial = self.starts.clone(), self.lengths.clone(), next(self._serials)
+        return new
+
+    def state(self) -> tuple[dict[str, Pieces], dict[str, Any]]:
+        """The history as tensors and as plain values: all that `load` needs. Waits for the device as it is read."""
+        tensors: dict[str, Pieces] = {}
+        facts: dict[str, Any] = {"length": self.length, "batch": self.batch, "heads": self.heads}
+        kept = {f"representation.{name}": value for name, value in self.algorithm.state(self.length).items()}
+        if self.recent is not None:
+            kept |= {f"recent.{i}": part for i, part in enumerate(self.recent)}
+        if self.memory is not None:
+            layout = self.memory.layout
+            facts["widths"] = list(layout.widths)
+            kept |= {"starts": self.starts, "lengths": self.lengths}
+            shape = (self.memory.rows, layout.items(self.length), layout.elements)
+            tensors["items"] = Pieces(self.memory.dtype, shape, self.memory.dump(self.length))
+        return tensors | {name: Pieces.of(value) for name, value in kept.items()}, facts
+
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> None:
+        """Takes what `state` gave as the history of a coordinator that has none.
+
+        Args:
+            tensors: On the CPU. The items may stay where they are, and must not be written.
+            facts: The plain values.
+            device: Where attention runs.
+
+        Raises:
+            MemoryError: If the host memory cannot be had.
+        """
+        moved = {name: value.to(device, copy=True) for name, value in tensors.items() if name != "items"}
+        if "items" in tensors:
+            shape = (facts["batch"], facts["heads"], facts["length"])
+            like = torch.empty((), dtype=tensors["items"].dtype, device=device)
+            memory = self._empty_memory(tuple(like.expand(*shape, width) for width in facts["widths"]))
+            memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
+            self._reserved, self.memory, self.serial = None, memory, next(self._serials)
+            self.starts, self.lengths = moved["starts"], moved["lengths"]
+        elif facts["length"]:
+            self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
+            if self.capacity > self.top_k:
+                self._reserved = self._make_memory(self.recent)
+        prefix = "representation."
+        self.algorithm.restore({k.removeprefix(prefix): v for k, v in moved.items() if k.startswith(prefix)})
+        if self.memory is not None:
+            self.algorithm.reserve(self._room(facts["length"]))
+        self.length, self.batch, self.heads = facts["length"], facts["batch"], facts["heads"]
+
+    def __deepcopy__(self, memo: Any) -> SparseCoordinator:
+        return self.fork()
 
     # ---- the history -------------------------------------------------------------------------------------------------
 
@@ -119,8 +195,10 @@ class SparseCoordinator:
             )
 
     def is_dense(self, tokens: int) -> bool:
-        """Whether `tokens` more tokens are attended to densely: a prompt or a chunk of one, or a short history."""
-        return tokens > 1 or self.length + tokens <= self.top_k
+        """Whether `tokens` more tokens are attended to densely: with a short history, and in a prompt or a chunk of one
+        unless the algorithm selects for each of its tokens."""
+        prompt = tokens > 1 and not self.algorithm.selects_prompts
+        return prompt or self.length + tokens <= self.top_k
 
     def decodes(self, tokens: int) -> bool:
         """Whether `tokens` more are one that attends to a selection from the memory. The device takes such a step
@@ -155,13 +233,13 @@ class SparseCoordinator:
                 self._spill(full, mask)
             else:
                 if self.length == 0 and self.capacity > self.top_k:
-                    self._reserved = self._make_memory(parts, self.layers)
+                    self._reserved = self._make_memory(parts)
                 self.recent = full
         else:
             starts = first_tokens(mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
             self._reserve(self.length + new)
-            self._store(full, self._aligned(self.length - 1), starts)
+            self._store(full, self.length, starts)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
         return full
@@ -194,38 +272,45 @@ class SparseCoordinator:
         """Moves a dense history, given whole, into a new memory."""
         batch, heads = parts[0].shape[:2]
         starts = first_tokens(mask, batch, parts[0].device)
-        if self._reserved is not None and self._reserved.rows != batch * heads:
-            self._reserved = None
-        memory = self._reserved or self._make_memory(parts, self.layers)
+        memory = self._make_memory(parts)
         self.batch, self.heads, self.recent, self._reserved = batch, heads, None, None
-        self._fill(memory, parts, starts)
-
-    def _fill(self, memory: Memory, parts: Sequence[Tensor], starts: Tensor) -> None:
-        """Gives a memory, of which nothing is needed any more, the whole history."""
         self.memory, self.serial = memory, next(self._serials)
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self.lengths = torch.zeros_like(self.starts)
         self._store(parts, 0, starts)
         self.algorithm.reserve(self._room(parts[0].shape[2]))
 
-    def _make_memory(self, parts: Sequence[Tensor], layers: int) -> Memory:
+    def _make_memory(self, parts: Sequence[Tensor]) -> Memory:
         """An empty memory for a history of such parts, with room for them and for `capacity` tokens.
 
-        Raises `MemoryError` if there is none, or not as much again for each of `layers` layers.
+        Raises `MemoryError` if there is none.
         """
-        batch, heads, tokens = parts[0].shape[:3]
-        layout = self._make_layout(*(part.shape[-1] for part in parts))
-        args = (batch * heads, layout, parts[0].dtype, parts[0].device)
-        memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
-        memory.reserve(self._room(tokens), layers)
+        memory = self._empty_memory(parts)
+        memory.reserve(self._room(parts[0].shape[2]), self.layers)
         return memory
 
-    def _store(self, parts: Sequence[Tensor], start: int, starts: Tensor) -> None:
-        rows = tuple(part[:, :, start:].flatten(0, 1) for part in parts)
+    def _empty_memory(self, parts: Sequence[Tensor]) -> Memory:
+        """An empty memory for a history of such parts: the one of the history before, if that was of the same kind."""
+        batch, heads = parts[0].shape[:2]
+        layout = self._make_layout(*(part.shape[-1] for part in parts))
+        args = (batch * heads, layout, parts[0].dtype, parts[0].device)
+        memory = self._reserved
+        if memory is None or (memory.rows, memory.layout, memory.dtype, memory.device) != args:
+            # What cannot be used goes before another is made.
+            self._reserved = memory = None
+            memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
+        return memory
+
+    def _store(self, parts: Sequence[Tensor], held: int, starts: Tensor) -> None:
+        """Takes a history, given whole, of which the first `held` tokens are in the memory already."""
+        rows = tuple(part.flatten(0, 1) for part in parts)
         self.starts.copy_(starts.repeat_interleave(self.heads))
         self.lengths.fill_(parts[0].shape[2])
-        self.memory.write(rows, start)
-        self.algorithm.construct_representations(rows[0], start, self.starts)
+        page_size = self.memory.layout.page_size
+        first = held // page_size * page_size
+        self.memory.write(tuple(part[:, first:] for part in rows), first)
+        start = self._aligned(max(held - 1, 0))
+        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts)
 
     def _aligned(self, token: int) -> int:
         """The last token at or before `token` that begins both an item and a unit of the representation."""
@@ -235,6 +320,7 @@ class SparseCoordinator:
     def _drop_memory(self) -> None:
         if self.memory is not None:
             if self.capacity > self.top_k:
+                self.memory.cut(0, self.capacity, self.layers)
                 self._reserved = self.memory
             self.memory = None
             self.algorithm.forget()
@@ -257,10 +343,22 @@ class SparseCoordinator:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
         self.length += 1
 
-    def visible(self) -> Tensor:
-        """What a new token that is yet to be appended may attend to, itself included: `[rows, tokens]` bool."""
-        position = torch.arange(self._room(self.length + 1), device=self.memory.device)
-        return (position >= self.starts.unsqueeze(1)) & (position <= self.lengths.unsqueeze(1))
+    def window(self, tokens: int, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+        """What `tokens` new tokens that are yet to be stored may attend to, each as far as itself.
+
+        Args:
+            tokens: How many there are.
+            mask: As for `first_tokens`. A decode step does not look at it.
+
+        Returns:
+            `[batch]` int64 each, the first token that is not padding and the first new one; and how many tokens there
+            are with the new ones, or there is room for.
+        """
+        if self.decodes(tokens):
+            return self.starts, self.lengths, self._room(self.length + 1)
+        # Where attention is dense it is masked by itself.
+        starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
+        return starts, torch.full_like(starts, self.length), self.length + tokens
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
@@ -286,9 +384,11 @@ class SparseCoordinator:
             self.recent = tuple(part[:, :, :length] for part in self.recent)
         elif length <= self.top_k:
             parts = self.memory.read(length)
-            self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
             self._drop_memory()
+            self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
         else:
+            if self.memory.cut(length, self.capacity, self.layers):
+                self.serial = next(self._serials)
             start = self._aligned(length - 1)
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)
@@ -296,24 +396,23 @@ class SparseCoordinator:
         self.length = length
 
     def select_batch(self, index: Tensor) -> None:
-        """Keeps the batch elements at `index`, which may repeat. Moves the history through the device."""
+        """Keeps the batch elements at `index`, which may repeat: what is the same in two of them is held once.
+
+        Raises:
+            MemoryError: If there are more of them, and the memory in which they will differ cannot be had.
+        """
         if self.length == 0:
             return
-        parts = self.history()
-        index = index.to(parts[0].device)
-        parts = tuple(part.index_select(0, index) for part in parts)
-        if self.memory is not None and len(index) != self.batch:
-            # Each layer's old memory goes before the next layer takes a new one.
-            memory: Memory | None = self._make_memory(parts, layers=1)
+        index = index.to(self.memory.device if self.recent is None else self.recent[0].device)
+        rows = (index.unsqueeze(1) * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+        if self.recent is not None:
+            self.recent = tuple(part.index_select(0, index) for part in self.recent)
         else:
-            memory = self.memory
-        self.algorithm.select_batch(index)
-        if memory is None:
-            self.recent = parts
-        else:
-            starts = self.starts.view(self.batch, self.heads)[:, 0].index_select(0, index)
-            self.algorithm.forget()
-            self._fill(memory, parts, starts)
+            self.memory.select(rows.tolist(), self.length, self.layers)
+            self.starts, self.lengths = select_rows(self.starts, rows), select_rows(self.lengths, rows)
+            if len(index) != self.batch:
+                self.serial = next(self._serials)
+        self.algorithm.select_rows(rows)
         self.batch = len(index)
 
     @property

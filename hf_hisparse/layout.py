@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
+def select_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows of a tensor at `index`, which may repeat; in its place if they are as many, so that it does not move."""
+    selected = tensor.index_select(0, index)
+    return tensor.copy_(selected) if len(selected) == len(tensor) else selected
+
+
 @dataclass(frozen=True)
 class ItemLayout:
     """The layout of an item: `page_size` tokens of one row, as one contiguous run of elements.

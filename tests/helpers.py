@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +265,22 @@ def left_padding(batch: int, tokens: int) -> Tensor:
     for row in range(1, batch):
         mask[row, : 7 * row + 2] = 0
     return mask
+
+
+def interpret(file: str, kernels: str) -> None:
+    """Runs a file of tests in a process where Triton's kernels run on the CPU, which importing the package does not
+    import: those are in the module `kernels`."""
+    program = (
+        f"import sys, pytest, hf_hisparse\nassert {kernels!r} not in sys.modules\nsys.exit(pytest.main(sys.argv[1:]))\n"
+    )
+    root = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    arguments = [str(Path(file).relative_to(root)), "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=root,
+        env=environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-10000:]

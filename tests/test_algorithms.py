@@ -426,17 +426,19 @@ def indexer(batch: int, tokens: int, width: int = 8, seed: int = 0) -> tuple[Lig
 def test_the_indexer_selects_by_the_plain_expression(data):
     """Against `sum_h w_h relu(scale q_h . k)`, written out as `[batch, query, heads, keys]` in float64."""
     batch, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
-    queries, heads, seed = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4)), data.draw(st.integers(0, 1000))
-    k = data.draw(st.integers(1, 50))
+    queries = data.draw(st.integers(1, min(6, tokens)))
+    heads, seed, k = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 1000)), data.draw(st.integers(1, 50))
     algorithm, keys = indexer(batch, tokens, seed=seed)
     algorithm.block = data.draw(st.sampled_from([1, 5, 64, 1 << 24]))
     query, weights = draw(batch, queries, heads, 8, seed=seed + 1), draw(batch, queries, heads, seed=seed + 2)
-    visible = (torch.rand(batch, queries, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7).to(DEVICE)
-    mask = visible
-    if data.draw(st.booleans()):
-        mask = torch.zeros(visible.shape, device=DEVICE).masked_fill(~visible, torch.finfo(torch.float32).min)
+    # The longest row ends with its last query, others before; some queries are padding.
+    room = st.integers(0, tokens - queries)
+    positions = [tokens - queries] + [data.draw(room) for _ in range(batch - 1)]
+    starts = [data.draw(st.integers(0, tokens)) for _ in range(batch)]
+    token, query_of = torch.arange(tokens), torch.arange(queries).unsqueeze(1)
+    visible = torch.stack([(token >= a) & (token <= b + query_of) for a, b in zip(starts, positions, strict=True)])
 
-    selection = algorithm.retrieve_topk(query, weights, 0.3, mask, k)
+    selection = algorithm.retrieve_topk(query, weights, 0.3, tensor(starts), tensor(positions), tokens, k)
     products = torch.einsum("bqhd,bkd->bqhk", query.double(), keys.double())
     scores = (weights.double().unsqueeze(-1) * (0.3 * products).relu()).sum(2).cpu()
     assert selection.dtype == torch.int32 and selection.shape == (batch, queries, min(k, tokens))
@@ -460,7 +462,7 @@ def test_the_indexer_overwrites_what_was_cut():
 
 def test_the_indexer_follows_its_batch():
     algorithm, keys = indexer(3, 20)
-    algorithm.select_batch(tensor([2, 0, 0, 1]))
+    algorithm.select_rows(tensor([2, 0, 0, 1]))
     assert torch.equal(algorithm.representations["keys"][:, :20], keys[[2, 0, 0, 1]])
 
 
@@ -470,6 +472,20 @@ def test_the_indexer_computes_in_float32():
     keys = tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16)
     algorithm.extend(keys, torch.arange(2, device=DEVICE).unsqueeze(0), 2)
     query = tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
-    weights, seen = torch.ones(1, 1, 1, device=DEVICE), torch.ones(1, 1, 2, dtype=torch.bool, device=DEVICE)
-    assert algorithm.retrieve_topk(query, weights, 1.0, seen, 1).item() == 0
-    assert algorithm.retrieve_topk(query, -weights, 1.0, seen, 1).item() == 1
+    weights, window = torch.ones(1, 1, 1, device=DEVICE), (tensor([0]), tensor([1]), 2)
+    # The stock indexer widens its queries before they meet the keys.
+    for widened in (query, query.float()):
+        assert algorithm.retrieve_topk(widened, weights, 1.0, *window, 1).item() == 0
+        assert algorithm.retrieve_topk(widened, -weights, 1.0, *window, 1).item() == 1
+
+
+def test_a_query_of_the_indexer_selects_the_same_whatever_else_is_asked():
+    """Rows of a batch, queries of a block, and room for more tokens."""
+    algorithm, _ = indexer(3, 60)
+    query, weights = draw(3, 20, 4, 8, seed=1), draw(3, 20, 4, seed=2)
+    starts, positions = tensor([0, 5, 45]), tensor([40, 30, 40])
+    together = algorithm.retrieve_topk(query, weights, 0.3, starts, positions, 60, 7)
+    for one in range(20):
+        some = slice(one, one + 1)
+        alone = algorithm.retrieve_topk(query[:, some], weights[:, some], 0.3, starts, positions + one, 60, 7)
+        assert torch.equal(alone, together[:, some])

@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from torch import Tensor
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.layout import ItemLayout
-from tests.helpers import METHODS, decode, left_padding, make_model, random_ids, same_bits
+from tests.helpers import METHODS, decode, interpret, left_padding, make_model, random_ids, same_bits
 from tests.test_backends import Case
 
 
@@ -110,22 +108,7 @@ def many_runs(monkeypatch) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_under_the_interpreter():
     """Everything that runs kernels, in a process where they run on the CPU. Importing the package imports no kernel."""
-    program = (
-        "import sys, pytest, hf_hisparse\n"
-        "assert 'hf_hisparse.backends.triton' not in sys.modules\n"
-        "sys.exit(pytest.main(sys.argv[1:]))\n"
-    )
-    root = Path(__file__).parents[1]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    arguments = [str(Path(__file__).relative_to(root)), "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=root,
-        env=environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, (result.stdout + result.stderr)[-10000:]
+    interpret(__file__, "hf_hisparse.backends.triton")
 
 
 def test_without_triton(monkeypatch):

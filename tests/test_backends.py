@@ -114,6 +114,26 @@ def test_against_float64_with_random_masks(layout, tokens, k, seed):
     torch.testing.assert_close(case.attend(), case.expected().float())
 
 
+def test_rows_are_gathered_in_blocks_and_may_share_a_buffer(monkeypatch):
+    """As the queries of a prompt do: a row each, of which a few are gathered at a time."""
+    layout, rows, k = ItemLayout.token(16, 8), 50, 7
+    case = Case(layout, tokens=40, k=30, rows=1, heads=3)
+    generator = torch.Generator().manual_seed(1)
+    column = torch.stack([torch.randperm(30, generator=generator)[:k] for _ in range(rows)])
+    query, sinks = torch.randn(rows, 3, 24, generator=generator), torch.randn(rows, 3, generator=generator)
+    lengths = torch.randint(0, 41, (rows,), generator=generator)
+    slots, selection = case.slots[0, column], case.selection[0, column]
+    buffer = case.buffer.expand(rows, -1, -1)
+    monkeypatch.setattr(ReferenceBackend, "block", 8 * k * layout.elements)
+    tensors = (query, buffer, slots, selection, torch.zeros_like(lengths), lengths)
+    output = ReferenceBackend().attend(*(each.to(DEVICE) for each in tensors), layout, 0.3, sinks=sinks.to(DEVICE))
+    latents, rotary = (part[0] for part in case.parts)
+    for row in range(rows):
+        seen = [t for t in selection[row].tolist() if 0 <= t < int(lengths[row])]
+        expected = attention(query[row], torch.cat((latents, rotary), 1), latents, seen, 0.3, sinks=sinks[row])
+        torch.testing.assert_close(output[row].cpu(), expected.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_rounded_once(dtype):
     """Inputs are exact in float32 and so is the arithmetic: the output is right to its own dtype's half ulp, or so."""

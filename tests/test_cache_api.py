@@ -271,9 +271,12 @@ def test_reset_and_use_again(model, new_cache):
     cache = new_cache()
     first = generate(model, ids, cache, 12)
     cache.reset()
-    assert cache.get_seq_length() == 0 and cache.stats().host_bytes == cache.stats().device_bytes == 0
+    assert cache.get_seq_length() == 0 and cache.stats().hits == cache.stats().misses == 0
+    addresses = [layer.coordinator._reserved.store.table for layer in cache.layers]
     again = generate(model, ids, cache, 12)
     assert same_bits(logits_of(again), logits_of(first))
+    # In the same host memory.
+    assert all(a is layer.coordinator.memory.store.table for a, layer in zip(addresses, cache.layers, strict=True))
     cache.reset()
     other = generate(model, ids[:1], cache, 12)
     assert same_bits(logits_of(other), logits_of(generate(model, ids[:1], new_cache(), 12)))

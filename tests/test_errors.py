@@ -301,6 +301,39 @@ def test_padding_anywhere_but_on_the_left_of_a_prompt(case, implementation):
     assert same_bits(decode(model, ids, cache, 50), expected)
 
 
+def every_query(change: Callable[[Tensor], object] = lambda mask: None) -> Tensor:
+    """A causal mask for 60 queries, but for a change."""
+    mask = torch.ones(2, 1, 60, 60, dtype=torch.bool, device=DEVICE).tril()
+    change(mask)
+    return mask
+
+
+PROMPT_MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "right": (lambda: torch.ones(2, 60, device=DEVICE) * (torch.arange(60, device=DEVICE) < 58), "on the right"),
+    "short": (
+        lambda: torch.ones(2, 50, device=DEVICE),
+        r"\[2, 50\] is for 50 tokens, and there are 60: 0 in the cache",
+    ),
+    "prefix": (lambda: every_query(lambda mask: mask[:, :, :20, :20].fill_(True)), "another query than the newest"),
+    "window": (lambda: every_query(lambda mask: mask.logical_and_(mask.triu(-20))), "another query than the newest"),
+    "additive": (lambda: torch.zeros(2, 1, 60, 60, device=DEVICE), "another query than the newest"),
+}
+
+
+@pytest.mark.parametrize("case", PROMPT_MASKS)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_masks_that_a_prompt_of_selections_cannot_have(case):
+    """Models that select for every token of a prompt know of causality and of padding, and of no other mask."""
+    make, message = PROMPT_MASKS[case]
+    model, ids = make_model("deepseek_v32"), random_ids(2, 60)
+    cache = HierarchicalSparseCache(model)
+    with pytest.raises(ValueError, match=f"`attention_mask` .*({message})"), torch.no_grad():
+        model(ids, attention_mask=make(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    expected = decode(model, ids, HierarchicalSparseCache(model), 50)
+    assert same_bits(decode(model, ids, cache, 50), expected)
+
+
 def test_padding_within_a_short_context_is_found_when_it_outgrows_top_k():
     """Dense attention takes any mask. The first sparse step does not, and leaves the dense history as it was."""
     model, ids = make_model("llama"), random_ids(2, 50)
@@ -500,7 +533,8 @@ def test_the_longest_history_has_its_memory_from_the_beginning(monkeypatch, name
     assert same_bits(steps(model, ids[:, 20:], cache), again)
     assert len(made) == layers and cache.stats().host_bytes == held
     cache.reset()
-    assert cache.stats().host_bytes == 0
+    assert same_bits(forward(model, ids[:, :prompt], cache)[:, -1:], first)
+    assert len(made) == layers and cache.stats().host_bytes == held
 
 
 @pytest.mark.parametrize("call", [0, 1, 3])

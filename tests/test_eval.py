@@ -51,7 +51,9 @@ def test_bench_decode(tmp_path, capsys):
         assert (row["context"], row["batch"], row["new_tokens"], row["steps"]) == (CONTEXT, BATCH, NEW, 2 * (NEW - 1))
         assert min(row["ttft_all_s"]) > 0 and len(row["ttft_all_s"]) == 2
         assert 0 < row["tpot_ms"] <= row["tpot_p99_ms"] <= row["tpot_p999_ms"] and row["tokens_per_s"] > 0
-        assert row["weights_bytes"] > 0 and row["graph_pool_bytes"] == 0 and row["host_allocation_s"] >= 0
+        assert row["weights_bytes"] > 0 and row["host_allocation_s"] >= 0
+        if row["cache"] in OURS or DEVICE.type == "cpu":
+            assert (row["graph_pool_bytes"] > 0) == (DEVICE.type == "cuda")
         if DEVICE.type == "cuda":
             assert row["rest_bytes"] > 0 and row["peak_prefill_bytes"] > row["weights_bytes"]
     # Keys and values of 4 layers and 2 heads, 16 wide, in float32.

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from hf_hisparse import HierarchicalSparseCache
+from hf_hisparse import HierarchicalSparseCache, ops
 from hf_hisparse.algorithms import LightningIndexer, Quest, RaBitQ
 from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.cache import HierarchicalLayer
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
+from hf_hisparse.models.dsa import LatentPatch
+from hf_hisparse.ops import reference
 from tests.helpers import (
     DEVICE,
     GQA,
@@ -230,6 +233,7 @@ def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, promp
 
 # ---- a context that top_k covers -------------------------------------------------------------------------------------
 
+LATENT = ["deepseek_v3"]
 DENSE = [
     "llama",
     "qwen2",
@@ -256,7 +260,12 @@ def test_a_covered_context_equals_the_dense_cache(tiny, name):
     cache = HierarchicalSparseCache(model, top_k=128)
     output = generate(model, ids, cache, 24)
     assert torch.equal(output.sequences, dense.sequences)
-    assert same_bits(logits_of(output), logits_of(dense))
+    if name in LATENT:
+        # The dense cache keeps latents, of which the model makes all keys and values anew at every step, and ours the
+        # keys and values made of each: products of other shapes, which may be summed in another order.
+        close(logits_of(output), logits_of(dense))
+    else:
+        assert same_bits(logits_of(output), logits_of(dense))
     assert cache.stats().host_bytes == 0
 
 
@@ -343,30 +352,115 @@ def test_layers_that_share_latents_stay_dense():
     assert [hasattr(layer, "coordinator") for layer in cache.layers] == [False, False, True, True]
 
 
-def test_neither_prompt_nor_step_holds_every_score(monkeypatch):
-    """No tensor as large as `[batch, query, heads, keys]` or as the expanded history is made at any step."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+@pytest.fixture
+def small_blocks(monkeypatch) -> None:
+    """Prompts of a few hundred tokens are taken in several blocks, as long ones are."""
+    monkeypatch.setattr(reference, "PRODUCTS", 1 << 17)
+    monkeypatch.setattr(LightningIndexer, "block", 1 << 15)
+    monkeypatch.setattr(LatentPatch, "block", 1 << 15)
+    monkeypatch.setattr(ReferenceBackend, "block", 1 << 16)
 
-    model = make_model("deepseek_v32", num_hidden_layers=1, index_n_heads=16, num_attention_heads=16, index_topk=16)
-    monkeypatch.setattr(LightningIndexer, "block", 1 << 12)
 
-    class Largest(TorchDispatchMode):
-        elements = 0
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("chunks", [(200,), (120, 80), (20, 30, 149, 1)], ids=str)
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_every_logit_of_a_prompt(tiny, small_blocks, name, chunks, padded):
+    """In chunks that begin the prompt, within `index_topk` tokens, and beyond. With these ids, every query's last
+    selected score and the next one differ by 2e-5 of themselves or more, so that rounding changes no selection."""
+    model, ids = tiny(name), random_ids(2, sum(chunks), seed=8)
+    mask = left_padding(2, sum(chunks)) if padded else None
+    stock, ours = dense_cache(model), HierarchicalSparseCache(model)
+    start = 0
+    for chunk in chunks:
+        end = start + chunk
+        so_far = None if mask is None else mask[:, :end]
+        seen = slice(None) if mask is None else mask[:, start:end].bool()
+        expected = forward(model, ids[:, start:end], stock, so_far)[seen]
+        close(forward(model, ids[:, start:end], ours, so_far)[seen], expected)
+        start = end
 
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_every_logit_of_a_prompt_in_low_precision(small_blocks, name, dtype):
+    """Of one layer, whose indexer is given the very bits that the stock one is: after it their rounding differs, and
+    near-ties with it."""
+    options: dict[str, Any] = {"num_hidden_layers": 1}
+    if name == "glm_moe_dsa":
+        options["mlp_layer_types"] = ["dense"]
+    model, ids, mask = make_model(name, dtype, **options), random_ids(2, 200), left_padding(2, 200)
+    stock, ours = (forward(model, ids, new(model), mask)[mask.bool()] for new in (dense_cache, HierarchicalSparseCache))
+    close(ours, stock)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_a_causal_mask_of_every_query_is_its_padding(tiny):
+    """A mask that is made already, bool or additive, for a prompt and for a chunk."""
+    model, ids, padding = tiny("deepseek_v32"), random_ids(2, 100), left_padding(2, 100)
+    token = torch.arange(100, device=DEVICE)
+    mask = padding.bool()[:, None, None] & (token <= token.unsqueeze(1))
+    additive = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = decode(model, ids, HierarchicalSparseCache(model), 90, padding)
+    for every in (mask, additive):
+        cache = HierarchicalSparseCache(model)
+        positions = (padding.cumsum(-1) - 1).clamp(min=0)
+        for low, high in ((0, 60), (60, 90), (90, 91)):
+            some = slice(low, high)
+            with torch.no_grad():
+                logits = model(
+                    ids[:, some],
+                    attention_mask=every[:, :, some, :high],
+                    position_ids=positions[:, some],
+                    past_key_values=cache,
+                ).logits
+            if high >= 90:
+                close(logits[:, -1], expected[:, high - 90])
+
+
+class Largest(TorchDispatchMode):
+    """Records how many bytes the largest tensor has that is made within it, also by our ops."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, name = function.name().split("::")
+        if namespace == "hf_hisparse":
+            # An op is one function to PyTorch: what it is made of is not dispatched to a mode.
+            with self:
+                result = getattr(ops, name)._init_fn(*args, **(kwargs or {}))
+        else:
             result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, Tensor):
-                    self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-            return result
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
 
-    prompt, cache = 400, HierarchicalSparseCache(model)
-    with Largest() as largest:
-        forward(model, random_ids(1, prompt), cache)
-    assert largest.elements < prompt * prompt * 16 / 4
-    with Largest() as largest:
-        forward(model, random_ids(1, 1), cache)
-    assert largest.elements < prompt * 16 * 40
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the ops are kernels there")
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_memory_of_a_prompt_does_not_grow_with_its_square(small_blocks, name):
+    """No tensor is made that has two bits for every query and token, nor, by a step, the expanded history."""
+    options = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 8192}
+    model = make_model(name, **options)
+    padding = left_padding(1, 3000)
+    padding[:, :100] = 0
+
+    def largest(cache: Any, chunks: list[Tensor], mask: Tensor | None = None) -> int:
+        seen, length = Largest(), 0
+        for chunk in chunks:
+            length += chunk.shape[1]
+            with seen:
+                forward(model, chunk, cache, None if mask is None else mask[:, :length])
+        return seen.nbytes
+
+    ids = random_ids(1, 3000)
+    assert largest(dense_cache(model), [ids[:, :800]]) >= 800 * 800 * 4
+    for sizes, mask in (([3000], None), ([1500, 1500], padding)):
+        assert largest(HierarchicalSparseCache(model), list(ids.split(sizes, dim=1)), mask) < 3000 * 3000 / 4
+    # Of steps, without what the CPU sees of the host's memory. The first makes room for more.
+    cache = HierarchicalSparseCache(model, offload=False)
+    largest(cache, [ids, ids[:, :1]])
+    assert largest(cache, [ids[:, :1]]) < 3000 * 4 * (16 + 16 + 24) * 4 / 2
 
 
 @pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp_text"])

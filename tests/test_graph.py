@@ -28,7 +28,7 @@ from hf_hisparse.algorithms import KeyScoring, LightningIndexer
 from hf_hisparse.algorithms.base import Representations
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, convert
-from hf_hisparse.memory import Memory
+from hf_hisparse.memory import Memory, host_store
 from hf_hisparse.memory.device_buffer import DeviceBuffer
 from hf_hisparse.memory.host_store import HostStore
 from hf_hisparse.ops.reference import softmax_mass
@@ -74,8 +74,8 @@ def tiny() -> Callable[[str], Any]:
     return functools.cache(model_of)
 
 
-def tensors_of(cache: HierarchicalSparseCache) -> list[Tensor]:
-    """Every tensor that a cache holds, on the device and on the host."""
+def tensors_of(cache: HierarchicalSparseCache, host: bool = True) -> list[Tensor]:
+    """Every tensor that a cache holds, on the device and, found through a table there, on the host."""
     ours = (SparseCoordinator, Memory, DeviceBuffer, HostStore, KeyScoring, LightningIndexer, Representations)
     found: dict[int, Tensor] = {}
 
@@ -88,7 +88,7 @@ def tensors_of(cache: HierarchicalSparseCache) -> list[Tensor]:
         elif isinstance(value, dict):
             walk(list(value.values()))
         elif isinstance(value, ours):
-            walk(vars(value))
+            walk({name: part for name, part in vars(value).items() if host or name != "runs"})
 
     walk([layer.coordinator for layer in cache.layers])
     return list(found.values())
@@ -115,7 +115,7 @@ class Rerun:
             raise self.fail
         tensors = tensors_of(self.cache)
         before = [tensor.clone() for tensor in tensors]
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors_of(self.cache, host=False)]
         output = function()
         # Recording runs nothing.
         for tensor, value in zip(tensors, before, strict=True):
@@ -125,7 +125,7 @@ class Rerun:
         convert(output, lambda leaf: wanted.append(leaf) if isinstance(leaf, Tensor) else None)
 
         def replay() -> None:
-            assert [tensor.data_ptr() for tensor in tensors_of(self.cache)] == addresses
+            assert [tensor.data_ptr() for tensor in tensors_of(self.cache, host=False)] == addresses
             now = [coordinator.length for coordinator in coordinators(self.cache)]
             self.set_lengths(lengths)
             try:
@@ -512,13 +512,45 @@ def test_a_history_that_moved_is_captured_anew(tiny):
         cache.crop(-100)
     follow(model, caches, 30)
     for cache in caches:
-        cache.batch_select_indices(torch.tensor([1, 0]))
-    follow(model, caches, 4)
-    for cache in caches:
         cache.reset()
         prefill(model, random_ids(2, 70), cache)
     follow(model, caches, 4)
+    for cache in caches:
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+    follow(model, caches, 4)
     assert caches[0].graphed.captured == 4
+
+
+def test_a_reordered_batch_does_not_move(tiny, kind):
+    """Beams are reordered at every step."""
+    model = tiny(MODELS[kind][0])
+    caches = twins(model, kind)
+    follow(model, caches, 2)
+    for turn, order in enumerate(([1, 0], [0, 0], [1, 1])):
+        for cache in caches:
+            cache.reorder_cache(torch.tensor(order))
+        follow(model, caches, 2, seed=turn + 2)
+    assert (caches[0].graphed.captured, replays(caches[0])) == (1, 7)
+
+
+def test_forks_are_captured_apart(tiny, kind, monkeypatch):
+    """A fork that is cropped to what it shares moves, and the cache that it was made of does not."""
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 1024)
+    model = tiny(MODELS[kind][0])
+    caches = twins(model, kind)
+    follow(model, caches, 3)
+    forks = [cache.fork() for cache in caches]
+    forks[0].graphed = GraphedForward(Rerun(forks[0]))
+    for turn in range(2):
+        follow(model, forks, 3, seed=turn + 2)
+        follow(model, caches, 3, seed=turn + 4)
+    for fork in forks:
+        fork.crop(-20)
+    follow(model, forks, 3, seed=6)
+    follow(model, caches, 3, seed=7)
+    assert (caches[0].graphed.captured, replays(caches[0])) == (1, 11)
+    assert (forks[0].graphed.captured, replays(forks[0])) == ((1, 8) if "resident" in kind else (2, 7))
 
 
 def test_other_arguments_are_captured_anew(tiny):
@@ -813,6 +845,31 @@ def warm(kind: str, steps: int) -> tuple[nn.Module, HierarchicalSparseCache]:
     for t in range(steps):
         step(model, random_ids(2, 1, seed=t).cuda(), cache)
     return model, cache
+
+
+@gpu
+@GPU_MODELS
+def test_forks_and_reordered_batches_with_and_without_a_graph(kind, monkeypatch):
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 1024)
+    model = on_gpu(kind)
+    found = []
+    for cuda_graph in (True, False):
+        cache = HierarchicalSparseCache(model, **MODELS[kind][1], max_cache_len=500, cuda_graph=cuda_graph)
+        prefill(model, random_ids(3, 200).cuda(), cache)
+        logits = [step(model, random_ids(3, 1, seed=t).cuda(), cache) for t in range(4)]
+        forks = [cache, cache.fork(), copy.deepcopy(cache)]
+        forks.append(forks[1].fork())
+        forks[3].crop(-30)
+        for t in range(30):
+            for seed, fork in enumerate(forks):
+                logits.append(step(model, random_ids(3, 1, seed=100 * seed + t).cuda(), fork))
+                if t % 5 == 4:
+                    fork.reorder_cache(torch.tensor([[1, 0, 2], [2, 2, 0], [1, 1, 1]][seed % 3]).cuda())
+        if cuda_graph:
+            # Reordering moves nothing.
+            assert [fork.graphed.captured for fork in forks] == [1] * 4
+        found.append(torch.stack(logits))
+    assert same_bits(*found)
 
 
 @gpu

@@ -64,7 +64,8 @@ def fill(cache: HierarchicalSparseCache, model: nn.Module) -> None:
 
     for tokens in (TOKENS - TOKENS // 5, TOKENS // 5):
         if hasattr(config, "kv_lora_rank"):
-            coordinator.algorithm.extend(draw(1, tokens, config.index_head_dim))
+            position = coordinator.length + torch.arange(tokens, device=DEVICE).unsqueeze(0)
+            coordinator.algorithm.extend(draw(1, tokens, config.index_head_dim), position, coordinator.length + tokens)
             heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         else:
             heads, widths = config.num_key_value_heads, (config.head_dim, config.head_dim)
@@ -120,3 +121,23 @@ def test_every_step_equals_the_resident_oracle(method, backend):
     complete = (item + 1) * memory.layout.page_size <= coordinator.length
     assert len(row) > memory.rows * coordinator.k
     assert torch.equal(memory.buffer.buffer[row, slot][complete], items[row, item][complete])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_prompt_of_selections_runs_in_bounded_memory(chunks):
+    """A mask of every query alone would take a byte for each of 128K x 128K, and the stock indexer's scores hundreds.
+    There are fewer heads than in the real layer, whose states of 128K tokens would be as large."""
+    pytest.importorskip("triton")
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "index_n_heads": 16}
+    model = layer_of("deepseek_v32", DEEPSEEK_V32 | heads)
+    ids = random_ids(1, TOKENS).to(DEVICE)
+    cache = HierarchicalSparseCache(model)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for chunk in ids.chunk(chunks, dim=1):
+        logits = forward(model, chunk, cache)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert bool(logits.isfinite().all()) and cache.get_seq_length() == TOKENS
+    assert peak < TOKENS * TOKENS // chunks

@@ -56,7 +56,7 @@ def test_slabs_never_move(small_slabs, dtype):
         store.write(more, first)
         written = torch.cat((written, more), dim=1)
         assert torch.equal(store.read(0, written.shape[1]), written)
-    assert len(store.chunks) > 3
+    assert len(store.runs[0]) > 3
     for row in range(3):
         for item in range(0, written.shape[1], 7):
             assert torch.equal(at(store, row, item), written[row, item].cpu())
@@ -122,8 +122,8 @@ def test_more_memory_than_there_is_is_a_memory_error():
 def test_memory_is_freed_with_its_store():
     store = HostStore(1, 16, torch.float32, DEVICE)
     store.reserve(1)
-    chunk = weakref.ref(store.chunks[0].untyped_storage())
-    view = store.chunks[0][0, :1]
+    chunk = weakref.ref(store.runs[0][0].untyped_storage())
+    view = store.runs[0][0][:1]
     del store
     gc.collect()
     assert chunk() is not None and view.sum() == 0
@@ -321,7 +321,7 @@ def test_growth_follows_its_rule(steps, outcomes, most):
                 items = whole.shape[1]
             else:
                 assert not fails
-            assert [chunk.shape[1] // per_slab for chunk in store.chunks] == chunks
+            assert [len(run) // per_slab for run in store.runs[0]] == chunks
             if items > whole.shape[1]:
                 new = torch.rand(2, items - whole.shape[1], 3)
                 store.write(new, whole.shape[1])
@@ -341,7 +341,7 @@ def test_memory_held_stays_near_memory_used(allocations):
     for items in range(1, 2000):
         store.reserve(items)
         assert store.nbytes <= 2 * 12 * (items * 1.25 + 2 * store.items_per_slab)
-    assert len(store.chunks) < 30
+    assert len(store.runs[0]) < 30
 
 
 def test_no_thread_until_it_is_needed_and_then_one():
@@ -616,7 +616,7 @@ def test_memory_is_registered_in_the_background_while_decoding(registrations, al
     for a, b in zip(memories[0].read(2000), memories[1].read(2000), strict=True):
         assert torch.equal(a, b)
     store = memories[0].store
-    assert len(store.chunks) > 5 and all(chunk.is_pinned() for chunk in store.chunks)
+    assert len(store.runs[0]) > 5 and all(run.is_pinned() for runs in store.runs for run in runs)
     assert threading.current_thread() not in registrations.threads
     assert allocations.live == sum(registrations.held.values()) == store.nbytes
     del store, memory, memories

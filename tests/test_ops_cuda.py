@@ -270,7 +270,7 @@ def test_equals_reference(case):
 def test_any_launch_shape(case, movers, copiers, threads):
     if case.k > heuristics.ITEMS_PER_THREAD * threads:
         pytest.skip("more items than such a block holds")
-    if movers * (heuristics.pieces(case.item_bytes)[1] + 8) > cuda._SHARED_BYTES:
+    if movers * (heuristics.pieces(case.item_bytes)[1] + 8) > cuda._SHARED_BYTES["swap_in"]:
         pytest.skip("more shared memory than a block has")
     shape = SwapInShape(threads, movers, copiers)
 
@@ -470,13 +470,13 @@ def test_launch_shapes(bulk, multiprocessors):
                     assert shape.movers % 32 == 0 and shape.movers <= shape.threads
                     count, piece_bytes = heuristics.pieces(item_bytes)
                     assert piece_bytes % 16 == 0 and (count - 1) * piece_bytes < item_bytes <= count * piece_bytes
-                    assert shape.movers * (piece_bytes + 8) <= cuda._SHARED_BYTES or not bulk
+                    assert shape.movers * (piece_bytes + 8) <= cuda._SHARED_BYTES["swap_in"] or not bulk
                     assert shape.copiers or rows < multiprocessors * (1024 // shape.threads)
 
 
 def test_limits_are_one():
     assert config.MAX_ITEMS == cuda.MAX_K and config.MAX_SLOTS == MAX_SLOTS
-    assert 8 * cuda.MAX_K + MAX_SLOTS <= cuda._SHARED_BYTES
+    assert cuda._SHARED_BYTES["swap_in"] >= 8 * cuda.MAX_K + MAX_SLOTS
 
 
 def test_append_threads():

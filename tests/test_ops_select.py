@@ -376,6 +376,56 @@ def test_selection_does_not_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
+# ---- RaBitQ's keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(
+    ("rows", "width", "block"), [(3, 128, 16), (2, 64, 256), (1, 40, 32), (2, 256, 16), (1, 8, 16)]
+)
+def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
+    capacity, source = 2 * block + 40, generator(width)
+    keys = torch.randn(capacity, rows, width, generator=source).to(dtype)
+    matrix = rotation(width, torch.device("cpu"))
+    held = (
+        torch.full((rows, capacity, width // 8), 0xA5, dtype=torch.uint8),
+        torch.full((rows, capacity), NAN, dtype=F16),
+        torch.randn(rows, -(-capacity // block), width, generator=source).to(dtype),
+        torch.zeros(rows, width),
+        torch.zeros(rows, 1, dtype=torch.int64),
+    )
+    bits, scales, centres, total, count = (tensor.to(device) for tensor in held)
+    first = held[2][:, 0].clone()
+    ahead = 5  # The last row's history is longer.
+    for t in range(capacity - ahead):
+        position = torch.full((rows,), t)
+        position[-1] += ahead
+        ops.encode_rabitq(
+            keys[t].to(device), position.to(device), matrix.to(device), bits, scales, centres, total, count, block
+        )
+
+    for row in range(rows):
+        begin = ahead if row == rows - 1 else 0
+        sums, centre, seen = np.zeros(width, np.float32), first[row], 0
+        for t in range(capacity - ahead):
+            key, at = keys[t, row], begin + t
+            if at % block == 0:
+                # The sums are of float32 in order, and the mean is rounded to the key's dtype.
+                centre = (torch.from_numpy(sums) / max(seen, 1)).to(dtype)
+                sums, seen = np.zeros(width, np.float32), 0
+            sums, seen = sums + key.float().numpy(), seen + 1
+            x = (key.double() - centre.double()) @ matrix.double()
+            found = torch.from_numpy(np.unpackbits(bits[row, at].cpu().numpy(), bitorder="little").astype(bool))
+            sure = x.abs() > 1e-5 * x.norm()
+            assert torch.equal(found[sure], (x >= 0)[sure]), (row, at)
+            expected = float(x.square().sum() / x.abs().sum())
+            assert float(scales[row, at]) == pytest.approx(expected, rel=2**-10)
+            assert torch.equal(centres[row, at // block].cpu(), centre)
+        assert torch.equal(total[row].cpu(), torch.from_numpy(sums)) and int(count[row]) == seen
+        assert bool((bits[row, :begin] == 0xA5).all()) and bool(scales[row, :begin].isnan().all())
+
+
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +443,8 @@ def test_opcheck(device):
             centres = history.algorithm.centres["centre"]
             arguments = (history.query, matrix, held["bits"], held["scale"], centres, 256, history.items, 4)
             opcheck(ops.score_rabitq, (*arguments, history.scale, *window))
+            key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling)
+            opcheck(ops.encode_rabitq, (key, history.lengths - 1, matrix, *state, 256))
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)
             opcheck(ops.score_quest, (*arguments, history.scale, *window))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_hisparse import ops
+from hf_hisparse.layout import select_rows
 
 
 class Representations:
@@ -34,8 +35,14 @@ class Representations:
                     grown[:, :size] = held
                 self.tensors[name] = grown
 
+    def first(self, entries: int) -> dict[str, Tensor]:
+        """The first `entries` entries."""
+        return {name: tensor[:, :entries] for name, tensor in self.tensors.items()}
+
     def write(self, values: dict[str, Tensor], first: int) -> None:
         """Writes `[rows, n, ...]` values to entries `first` on, growing as needed."""
+        if not values:
+            return
         count = next(iter(values.values())).shape[1]
         self.reserve(first + count, values)
         for name, value in values.items():
@@ -43,7 +50,7 @@ class Representations:
 
     def select_rows(self, index: Tensor) -> None:
         """Keeps the rows at `index`, which may repeat."""
-        self.tensors = {name: tensor.index_select(0, index) for name, tensor in self.tensors.items()}
+        self.tensors = {name: select_rows(tensor, index) for name, tensor in self.tensors.items()}
 
 
 class SparseAlgorithm(ABC):
@@ -51,6 +58,9 @@ class SparseAlgorithm(ABC):
 
     It deals in item ids and knows nothing of slots, hosts or kernels.
     """
+
+    selects_prompts = False
+    """Whether every token of a prompt has a selection of its own. If not, prompts are attended to densely."""
 
     def __init__(self):
         self.representations = Representations()
@@ -84,16 +94,29 @@ class SparseAlgorithm(ABC):
             position: `[rows]` int64, its index in the history.
         """
 
-    @abstractmethod
+    def entries(self, tokens: int) -> int:
+        """Entries of the representation that `tokens` tokens take."""
+        return tokens
+
     def reserve(self, tokens: int) -> None:
         """Makes room for a history of `tokens` tokens, once there is one. Up to there nothing moves."""
+        self.representations.reserve(self.entries(tokens))
+
+    def state(self, tokens: int) -> dict[str, Tensor]:
+        """All that it keeps of a history of `tokens` tokens."""
+        return self.representations.first(self.entries(tokens))
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        self.representations.write(state, 0)
 
     def forget(self) -> None:
         """The history is dense again, or was moved: it will be constructed anew."""
         self.representations = Representations()
 
-    def select_batch(self, index: Tensor) -> None:
-        """Only the batch elements at `index`, which may repeat, are kept; the history will be constructed anew."""
+    def select_rows(self, index: Tensor) -> None:
+        """Keeps the rows at `index`, which may repeat. If they are as many as before, no tensor moves."""
+        self.representations.select_rows(index)
 
 
 class KeyScoring(SparseAlgorithm):
@@ -175,8 +198,8 @@ class KeyScoring(SparseAlgorithm):
         size = self.granularity
         self.representations.write(self.represent(*self.cut(keys, start, starts, size)), start // size)
 
-    def reserve(self, tokens: int) -> None:
-        self.representations.reserve(-(-tokens // self.granularity))
+    def entries(self, tokens: int) -> int:
+        return -(-tokens // self.granularity)
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
         rows = torch.arange(len(key), device=key.device)

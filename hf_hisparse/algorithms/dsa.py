@@ -12,12 +12,14 @@ from hf_hisparse.algorithms.base import SparseAlgorithm
 class LightningIndexer(SparseAlgorithm):
     """Keeps the model's indexer keys and scores them as the model does: `sum_h w_h relu(scale q_h . k)`.
 
-    The stock indexer builds `[batch, query, heads, keys]`; here queries and keys are taken a block at a time, and only
-    the sum over heads is kept, so memory grows with the context alone.
+    The stock indexer builds `[batch, query, heads, keys]`; here only the sum over heads is kept, of a block of queries
+    at a time, so memory grows with the context alone. Scores are float32, as in the stock indexer: of two tokens whose
+    scores differ by no more than its rounding, the other one may be selected.
     """
 
-    block = 1 << 24
-    """Elements of `[batch, query, heads, keys]` in flight."""
+    selects_prompts = True
+    block = 1 << 26
+    """Scores `[batch, queries, tokens]` in flight: 256 MiB."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -28,14 +30,8 @@ class LightningIndexer(SparseAlgorithm):
     def update_representations(self, key: Tensor, position: Tensor) -> None:
         """Nothing, likewise."""
 
-    def reserve(self, tokens: int) -> None:
-        self.representations.reserve(tokens)
-
     def forget(self) -> None:
         """Nothing, likewise."""
-
-    def select_batch(self, index: Tensor) -> None:
-        self.representations.select_rows(index)
 
     def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
         """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""
@@ -43,40 +39,33 @@ class LightningIndexer(SparseAlgorithm):
         rows = torch.arange(len(keys), device=keys.device).unsqueeze(1)
         self.representations["keys"][rows, position] = keys
 
-    def retrieve_topk(self, query: Tensor, weights: Tensor, scale: float, mask: Tensor, k: int) -> Tensor:
-        """Selects `k` tokens for every query.
+    def retrieve_topk(
+        self, query: Tensor, weights: Tensor, scale: float, starts: Tensor, positions: Tensor, tokens: int, k: int
+    ) -> Tensor:
+        """Selects `k` tokens for every query. A row's queries are consecutive tokens, and see what is before them.
 
         Args:
-            query: `[batch, queries, heads, width]`.
+            query: `[batch, queries, heads, width]`, of the dtype of the keys or widened from it.
             weights: `[batch, queries, heads]` float32, the weight of each head's score.
             scale: Multiplies `q . k`.
-            mask: `[batch, queries, tokens]`, bool or additive: what each query may see. More tokens that none of them
-                may see change no selection.
+            starts: `[batch]` int64, the first token of each row that is not padding.
+            positions: `[batch]` int64, which token a row's first query is, and the last that it sees.
+            tokens: At least `positions + queries` of the longest row. More of them change no selection.
             k: How many.
 
         Returns:
             `[batch, queries, min(k, tokens)]` int32 token ids, ascending, padded with -1 at the end.
         """
-        tokens = mask.shape[-1]
-        keys = self.representations["keys"][:, :tokens].float()
-        batch, queries, heads, _ = query.shape
-        k = min(k, tokens)
-        selection = torch.empty(batch, queries, k, dtype=torch.int32, device=query.device)
-        key_block = max(1, min(tokens, self.block // (batch * heads)))
-        query_block = max(1, self.block // (batch * heads * key_block))
-        for low in range(0, queries, query_block):
-            some = slice(low, low + query_block)
-            q, w, visible = query[:, some].float(), weights[:, some].unsqueeze(-2), mask[:, some]
-            scores = torch.cat(
-                [
-                    (w @ (q @ part.transpose(1, 2).unsqueeze(1) * scale).relu()).squeeze(-2)
-                    for part in keys.split(key_block, dim=1)
-                ],
-                dim=-1,
-            )
-            if visible.dtype == torch.bool:
-                scores = scores.masked_fill(~visible, -torch.inf)
-            else:
-                scores = scores.masked_fill(visible <= torch.finfo(visible.dtype).min / 2, -torch.inf)
-            selection[:, some] = ops.top_k(scores.flatten(0, 1), k).unflatten(0, scores.shape[:2])
+        keys = self.representations["keys"]
+        batch, queries = query.shape[:2]
+        selection = torch.empty(batch, queries, min(k, tokens), dtype=torch.int32, device=query.device)
+        block = max(1, self.block // (batch * tokens))
+        for low in range(0, queries, block):
+            some = slice(low, low + block)
+            # What only later queries see is not scored.
+            seen = tokens - max(0, queries - low - block)
+            first = positions + low if low else positions
+            asked = query[:, some].to(keys.dtype)
+            scores = ops.score_indexer(asked, weights[:, some], keys, seen, scale, starts, first)
+            selection[:, some] = ops.top_k(scores.flatten(0, 1), selection.shape[-1]).unflatten(0, scores.shape[:2])
         return selection

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
+from hf_hisparse.layout import select_rows
+from hf_hisparse.ops.reference import rabitq_bits
 
 
 @lru_cache
@@ -42,7 +44,13 @@ class RaBitQ(KeyScoring):
         super().forget()
         self.centres = Representations()
         self.filling: Any = None
-        """Sum `[rows, width]` float32 and number `[rows, 1]` of the keys of the newest block."""
+        """Sum `[rows, width]` float32 and number `[rows, 1]` int64 of the keys of the newest block."""
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self.centres.select_rows(index)
+        if self.filling is not None:
+            self.filling = tuple(select_rows(tensor, index) for tensor in self.filling)
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +83,16 @@ class RaBitQ(KeyScoring):
         super().reserve(tokens)
         self.centres.reserve(-(-tokens // self.block))
 
+    def state(self, tokens: int) -> dict[str, Tensor]:
+        filling = {} if self.filling is None else {"sum": self.filling[0], "count": self.filling[1]}
+        return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore({name: state[name] for name in ("bits", "scale") if name in state})
+        if "centre" in state:
+            self.centres.write({"centre": state["centre"]}, 0)
+            self._fill(state["sum"], state["count"])
+
     def _fill(self, total: Tensor, count: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""
         if self.filling is None:
@@ -84,23 +102,22 @@ class RaBitQ(KeyScoring):
             self.filling[1].copy_(count)
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
-        rows = torch.arange(len(key), device=key.device)
-        block = position // self.block
-        opens = (position % self.block == 0).unsqueeze(1)
-        total, count = self.filling
-        centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), self.centres["centre"][rows, block])
-        self.centres["centre"][rows, block] = centre
-        self._fill(torch.where(opens, 0, total) + key, torch.where(opens, 0, count) + 1)
-        for name, entry in self.encode((key.float() - centre.float()).unsqueeze(1)).items():
-            self.representations[name][rows, position] = entry.squeeze(1)
+        ops.encode_rabitq(
+            key,
+            position,
+            rotation(key.shape[-1], key.device),
+            self.representations["bits"],
+            self.representations["scale"],
+            self.centres["centre"],
+            *self.filling,
+            self.block,
+        )
 
     @staticmethod
     def encode(centred: Tensor) -> dict[str, Tensor]:
         """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8, scales `[rows, n]` float16."""
-        x = centred @ rotation(centred.shape[-1], centred.device)
-        scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
-        return {"bits": bits.sum(-1, dtype=torch.uint8), "scale": scale.to(torch.float16)}
+        bits, scale = rabitq_bits(centred, rotation(centred.shape[-1], centred.device))
+        return {"bits": bits, "scale": scale}
 
     def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
         return ops.score_rabitq(

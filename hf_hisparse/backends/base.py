@@ -34,7 +34,7 @@ class AttentionBackend(ABC):
 
         Args:
             query: `[rows, heads, width]`, the query heads of a row.
-            buffer: `[rows, slots, elements]`.
+            buffer: `[rows, slots, elements]`. Rows may share one, with a stride of 0: the queries of a prompt do.
             slots: `[rows, k]` int32, where each selected item lies; -1 for none.
             selection: `[rows, k]` int32, which item that is; -1 for none.
             starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.

@@ -12,6 +12,9 @@ from hf_hisparse.layout import ItemLayout
 class ReferenceBackend(AttentionBackend):
     """Gathers the selected items and attends to them densely. Supports everything that the interface names."""
 
+    block = 1 << 24
+    """Elements of items that are gathered at a time."""
+
     def attend(
         self,
         query: Tensor,
@@ -24,6 +27,37 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+    ) -> Tensor:
+        output = query.new_empty(*query.shape[:2], layout.value[1])
+        block = max(1, self.block // max(1, selection.shape[1] * layout.elements))
+        for low in range(0, len(query), block):
+            some = slice(low, low + block)
+            output[some] = self._attend(
+                query[some],
+                buffer[some],
+                slots[some],
+                selection[some],
+                starts[some],
+                lengths[some],
+                layout,
+                scale,
+                softcap,
+                None if sinks is None else sinks[some],
+            )
+        return output
+
+    @staticmethod
+    def _attend(
+        query: Tensor,
+        buffer: Tensor,
+        slots: Tensor,
+        selection: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        layout: ItemLayout,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         rows = torch.arange(len(query), device=query.device).unsqueeze(1)
         items = buffer[rows, slots.clamp(min=0).long()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,42 @@ class Memory(ABC):
     @abstractmethod
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         """Where the selected items `[rows, k]` lie: a buffer `[rows, slots, elements]` and slots `[rows, k]` int32."""
+
+    @abstractmethod
+    def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
+        """A memory of its own with the first `tokens` tokens, the whole history, and room for `room`.
+
+        Raises `MemoryError`, as `reserve` does. Where bytes can be shared they are, until one of both is written.
+        """
+
+    @abstractmethod
+    def select(self, index: Sequence[int], tokens: int, layers: int = 1) -> None:
+        """Keeps the rows at `index`, which may repeat, of a history of `tokens` tokens.
+
+        If they are as many as before, no tensor moves. Raises `MemoryError`, as `reserve` does.
+        """
+
+    @abstractmethod
+    def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
+        """Only the first `tokens` tokens are needed from here on, and there is room for `room`. Whether tensors moved.
+
+        Raises `MemoryError`, as `reserve` does.
+        """
+
+    @abstractmethod
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        """The items of a history of `tokens` tokens, row by row, in pieces on the CPU. Waits for the device."""
+
+    @abstractmethod
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        """Takes `[rows, items, elements]` on the CPU as its history, of `tokens` tokens, and makes room for `room`.
+
+        They may be a part of it from here on, and must not be written. Raises `MemoryError`, as `reserve` does.
+        """
+
+    def clear(self) -> None:
+        """As a new one, but with the room that it has and shares with none."""
+        self.cut(0)
 
     @property
     @abstractmethod

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from hf_hisparse import ops
-from hf_hisparse.layout import ItemLayout
+from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory.host_store import HostStore
 
 
+STATE = ("slot_item", "last_used", "item_slot", "clock", "totals", "log", "progress")
+"""What there is for every row, beside the buffer itself."""
 LOG_STEPS = 256
 """Steps whose hits and misses are kept apart."""
 
@@ -40,17 +44,8 @@ class DeviceBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes on the device: slots, LRU state and the store's table."""
-        state = (
-            self.slot_item,
-            self.last_used,
-            self.item_slot,
-            self.clock,
-            self.totals,
-            self.log,
-            self.progress,
-            self.store.table,
-        )
-        return self.buffer.nbytes + sum(tensor.nbytes for tensor in state)
+        state = sum(getattr(self, name).nbytes for name in STATE)
+        return self.buffer.nbytes + state + self.store.table.nbytes
 
     def reserve(self) -> None:
         """Follows the store's growth."""
@@ -63,6 +58,26 @@ class DeviceBuffer:
         self.slot_item.fill_(-1)
         self.item_slot.fill_(-1)
         self.last_used.zero_()
+
+    def clear(self) -> None:
+        """As a new one: holds nothing, and has counted nothing."""
+        self.forget()
+        for tensor in (self.clock, self.totals, self.log):
+            tensor.zero_()
+
+    def fork(self, store: HostStore) -> DeviceBuffer:
+        """A copy, as a part of another store with the same history."""
+        new = copy.copy(self)
+        new.store = store
+        for name in ("buffer", *STATE):
+            setattr(new, name, getattr(self, name).clone())
+        new.reserve()
+        return new
+
+    def select(self, index: Tensor) -> None:
+        """Keeps the rows at `index`, which may repeat."""
+        for name in ("buffer", *STATE):
+            setattr(self, name, select_rows(getattr(self, name), index))
 
     def append(self, token: Tensor, position: Tensor) -> None:
         """Writes one token a row through to the store and into the buffer; see `ops.append`."""

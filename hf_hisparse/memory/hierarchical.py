@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +47,38 @@ class HierarchicalMemory(Memory):
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         self.store.settle()
         return self.buffer.buffer, self.buffer.swap_in(selection)
+
+    def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
+        new = copy.copy(self)
+        new.store = self.store.fork(*self._items(tokens), self.layout.items(room), layers)
+        new.buffer = self.buffer.fork(new.store)
+        return new
+
+    def select(self, index: Sequence[int], tokens: int, layers: int = 1) -> None:
+        self.store.select(index, *self._items(tokens), layers)
+        self.buffer.select(torch.tensor(index, device=self.device))
+        self.rows = len(index)
+
+    def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
+        moved = self.store.cut(*self._items(tokens), self.layout.items(room), layers)
+        self.buffer.reserve()
+        return moved
+
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        return self.store.dump(self.layout.items(tokens))
+
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.store.load(items, tokens // self.layout.page_size, self.layout.items(room), layers)
+        self.buffer.reserve()
+        self.buffer.forget()
+
+    def clear(self) -> None:
+        super().clear()
+        self.buffer.clear()
+
+    def _items(self, tokens: int) -> tuple[int, int]:
+        """The items that `tokens` tokens take, and how many of them are full."""
+        return self.layout.items(tokens), tokens // self.layout.page_size
 
     @property
     def device_bytes(self) -> int:

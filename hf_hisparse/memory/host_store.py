@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import ClassVar
 
@@ -28,6 +28,11 @@ class HostStore:
     is needed at once is allocated to the slab. When a step leaves little room, the next chunk, a quarter of what is
     held, is prepared in the background, and becomes part of the store at the step that needs it.
 
+    Rows and stores share what they have in common. The first `shared` slabs of a row may be any row's, of any store,
+    and are not written any more; from there on they are the row's alone. Whatever makes two histories of one (`fork`,
+    `select`) shares the slabs that are full and copies, at most, the one that is being filled. A chunk goes with the
+    last row that has a slab of it.
+
     Args:
         rows, elements, dtype: The shape of the history: `rows` sequences of items of `elements` elements.
         device: The device that reads it. Memory is pinned if that is a CUDA device.
@@ -41,7 +46,10 @@ class HostStore:
         self.rows, self.elements, self.dtype, self.device = rows, elements, dtype, device
         self.item_bytes = elements * dtype.itemsize
         self.items_per_slab = 1 << (-(-SLAB_BYTES // self.item_bytes) - 1).bit_length()
-        self.chunks: list[Tensor] = []
+        self.runs: list[list[Tensor]] = [[] for _ in range(rows)]
+        """A row's slabs, where they lie side by side as one `[items, elements]`. They hold the memory."""
+        self.shared = 0
+        """Slabs at the beginning of every row that others may have too."""
         self.table = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self._next: Future[pinned.Region] | None = None
         """The chunk that is being prepared, or could not be."""
@@ -56,9 +64,11 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory held, with those of the chunk being prepared."""
+        """Bytes of host memory held, with those shared with other stores and those of the chunk being prepared."""
         failed = self._next is not None and self._next.done() and self._next.exception() is not None
-        return sum(chunk.nbytes for chunk in self.chunks) + (0 if failed else self._next_bytes)
+        chunks = (run.untyped_storage() for runs in self.runs for run in runs)
+        held = {chunk.data_ptr(): chunk.nbytes() for chunk in chunks}
+        return sum(held.values()) + (0 if failed else self._next_bytes)
 
     def reserve(self, items: int, layers: int = 1) -> None:
         """Grows until `items` items a row fit, and prepares to grow further when they nearly fill it.
@@ -71,7 +81,7 @@ class HostStore:
         Raises:
             MemoryError: If they cannot be made to fit. It says how much was asked for and is held; nothing is lost.
         """
-        held = self.table.shape[1]
+        held = self.table.shape[1] - self.shared
         if items <= self.capacity:
             # A quarter of a slab is 64 tokens or more, half a second of decoding.
             if self._next is None and self.capacity - items < max(self.items_per_slab // 4, 1):
@@ -83,16 +93,19 @@ class HostStore:
                 self._adopt()
         slabs = -(-items // self.items_per_slab) - self.table.shape[1]
         if slabs > 0:
-            nbytes = slabs * self.rows * self._slab_bytes
-            try:
-                pinned.require(nbytes * layers, layers)
+            with self._needed(slabs * self.rows * self._slab_bytes, layers):
                 self._prepare(slabs)
                 self._adopt()
-            except MemoryError as error:
-                needed, has = nbytes * layers / 2**20, self.nbytes / 2**20
-                raise MemoryError(
-                    f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact"
-                ) from error
+
+    @contextlib.contextmanager
+    def _needed(self, nbytes: int, layers: int) -> Iterator[None]:
+        """Within it so much is allocated, and for each of `layers` layers. Says so where that fails, before or then."""
+        try:
+            pinned.require(nbytes * layers, layers)
+            yield
+        except MemoryError as error:
+            needed, has = nbytes * layers / 2**20, self.nbytes / 2**20
+            raise MemoryError(f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact") from error
 
     @property
     def _slab_bytes(self) -> int:
@@ -114,51 +127,218 @@ class HostStore:
         finally:
             # It holds its error, and the error this frame: a cycle, that would keep the store after its end.
             del chunk
-        slabs = memory.nbytes // (self.rows * self._slab_bytes)
+        table, runs = self._cut_up(memory, self.rows)
+        self.table = torch.cat((self.table, table), dim=1)
+        for row, run in zip(self.runs, runs, strict=True):
+            row.append(run)
+
+    def _cut_up(self, memory: Tensor, rows: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """The addresses `[rows, slabs]` and the run of each row in a chunk of so many rows."""
+        slabs = memory.nbytes // (rows * self._slab_bytes)
         # The addresses are computed where the table is: a copy to the device would wait for it.
-        slab = torch.arange(self.rows * slabs, device=self.device).view(self.rows, slabs)
-        self.table = torch.cat((self.table, slab * self._slab_bytes + memory.data_ptr()), dim=1)
-        self.chunks.append(memory.view(self.dtype).view(self.rows, slabs * self.items_per_slab, self.elements))
+        slab = torch.arange(rows * slabs, device=self.device).view(rows, slabs)
+        runs = memory.view(self.dtype).view(rows, slabs * self.items_per_slab, self.elements).unbind()
+        return slab * self._slab_bytes + memory.data_ptr(), runs
 
     def __del__(self) -> None:
         # What has begun ends, and goes at once.
         if getattr(self, "_next", None) is not None:
             self._next.cancel()
 
-    def _spans(self, first: int, count: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """The chunks that hold items `first` to `first + count`, with the slice of each and of the request."""
-        start = 0
-        for chunk in self.chunks:
-            low, high = max(first, start), min(first + count, start + chunk.shape[1])
-            if low < high:
-                yield chunk, slice(low - start, high - start), slice(low - first, high - first)
-            start += chunk.shape[1]
+    # ---- histories that have a beginning in common -------------------------------------------------------------------
 
-    def write(self, items: Tensor, first: int) -> None:
-        """Copies `[rows, count, elements]` items to item `first` on, behind whatever the device does next."""
+    def fork(self, items: int, closed: int, room: int, layers: int = 1) -> HostStore:
+        """A store of its own with the first `items` items, which it shares but for those of the slab being filled.
+
+        Args:
+            items: Items of the history.
+            closed: Those before the one that the next token goes to.
+            room: Items that the new one has room for at least.
+            layers: As for `reserve`.
+
+        Raises:
+            MemoryError: If the new one's memory cannot be had. This one is as it was.
+        """
+        new = HostStore(self.rows, self.elements, self.dtype, self.device)
+        full, rest = self._split(items, closed)
+        new.table, new.shared = self.table[:, :full].clone(), full
+        new.runs = [self._cut(runs, 0, full) for runs in self.runs]
+        new.reserve(max(items, room), layers)
+        self.settle()
+        if rest:
+            new.write(self.read(items - rest, rest), items - rest)
+        self.shared = full
+        return new
+
+    def select(self, index: Sequence[int], items: int, closed: int, layers: int = 1) -> None:
+        """Keeps the rows at `index`, which may repeat.
+
+        The slab being filled and those after it are handed on from the rows that go to those that come twice, so that
+        nothing is allocated unless there are more rows than before.
+
+        Args:
+            index: Rows.
+            items, closed: As for `fork`.
+            layers: As for `reserve`.
+
+        Raises:
+            MemoryError: If there are more rows and their memory cannot be had. Nothing has changed then.
+        """
+        full, rest = self._split(items, closed)
+        slabs = self.table.shape[1]
+        own, own_table = [self._cut(runs, full, slabs) for runs in self.runs], self.table[:, full:]
+        more = max(len(index) - self.rows, 0)
+        if more:
+            nbytes = more * (slabs - full) * self._slab_bytes
+            memory = torch.empty(0, dtype=torch.uint8)
+            if nbytes:
+                with self._needed(nbytes, layers):
+                    memory = pinned.allocate_behind(nbytes, self.device).result().tensor()
+            table, runs = self._cut_up(memory, more)
+            own, own_table = [*own, *([run] for run in runs)], torch.cat((own_table, table))
+        # Whoever comes first keeps what is a row's alone.
+        free = [row for row in range(self.rows + more) if row not in set(index)]
+        owner: list[int] = []
+        for row in index:
+            owner.append(free.pop(0) if row in owner else row)
+        if rest:
+            filling = self.read(items - rest, rest)
+        rows = self._on_device(index)
+        table = torch.cat((self.table[:, :full].index_select(0, rows), own_table[self._on_device(owner)]), dim=1)
+        self.runs = [self._cut(self.runs[row], 0, full) + own[mine] for row, mine in zip(index, owner, strict=True)]
+        self.shared = full
+        if len(index) == self.rows:
+            self.table.copy_(table)
+        else:
+            self.table, self.rows = table, len(index)
+            self._forget_next()
+        if rest:
+            copies = [row for row, mine in enumerate(owner) if mine != index[row]]
+            self.write(filling.index_select(0, rows), items - rest, copies)
+
+    def cut(self, items: int, closed: int, room: int = 0, layers: int = 1) -> bool:
+        """Only the first `items` items are needed from here on. Whether the table moved.
+
+        What is a row's alone, behind what it shares, moves up.
+
+        Args:
+            items, closed: As for `fork`.
+            room: Items that there is room for at least, afterwards.
+            layers: As for `reserve`.
+
+        Raises:
+            MemoryError: If there is no room to copy the slab being filled. Nothing has changed then.
+        """
+        full, rest = self._split(items, closed)
+        if full >= self.shared:
+            return False
+        gone = self.shared - full
+        self.reserve(max(room, items) + gone * self.items_per_slab, layers)
+        if rest:
+            filling = self.read(items - rest, rest)
+        slabs = self.table.shape[1]
+        self.table = torch.cat((self.table[:, :full], self.table[:, self.shared :]), dim=1)
+        self.runs = [self._cut(runs, 0, full) + self._cut(runs, self.shared, slabs) for runs in self.runs]
+        self.shared = full
+        if rest:
+            self.write(filling, items - rest)
+        return True
+
+    def _split(self, items: int, closed: int) -> tuple[int, int]:
+        """The slabs that nothing is written to any more, and the items behind them."""
+        full = closed // self.items_per_slab
+        return full, items - full * self.items_per_slab
+
+    def _cut(self, runs: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
+        """Slabs `first` to `last` of a row."""
+        per_slab = self.items_per_slab
+        spans = self._spans(runs, first * per_slab, (last - first) * per_slab)
+        return [run[there] for run, there, _ in spans]
+
+    def _on_device(self, index: Sequence[int]) -> Tensor:
+        return torch.tensor(index, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def _forget_next(self) -> None:
+        """Drops the chunk that is being prepared."""
+        if self._next is not None:
+            self._next.cancel()
+        self._next, self._next_bytes = None, 0
+
+    # ---- reading and writing -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _spans(runs: Sequence[Tensor], first: int, count: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The runs of a row that hold items `first` to `first + count`, with the slice of each and of the request."""
+        start = 0
+        for run in runs:
+            low, high = max(first, start), min(first + count, start + len(run))
+            if low < high:
+                yield run, slice(low - start, high - start), slice(low - first, high - first)
+            start += len(run)
+
+    def write(self, items: Tensor, first: int, rows: Sequence[int] | None = None) -> None:
+        """Copies `[rows, count, elements]` items to item `first` on, behind whatever the device does next.
+
+        `rows` says of which rows, None of all.
+        """
+        assert first >= self.shared * self.items_per_slab, "what is shared is not written"
+        rows = range(self.rows) if rows is None else rows
         if self._stream is None:
-            for chunk, there, here in self._spans(first, items.shape[1]):
-                chunk[:, there] = items[:, here]
+            self._write(items, first, rows)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            for chunk, there, here in self._spans(first, items.shape[1]):
-                # One copy a row: a strided host destination would take a staging buffer.
-                for row in range(self.rows):
-                    chunk[row, there].copy_(items[row, here], non_blocking=True)
+            self._write(items, first, rows)
             items.record_stream(self._stream)
             self._written = torch.cuda.Event()
             self._written.record(self._stream)
         HostStore._latest = self._written
 
+    def _write(self, items: Tensor, first: int, rows: Sequence[int]) -> None:
+        # One copy a row: a strided host destination would take a staging buffer.
+        for row in rows:
+            for run, there, here in self._spans(self.runs[row], first, items.shape[1]):
+                run[there].copy_(items[row, here], non_blocking=True)
+
     def read(self, first: int, count: int) -> Tensor:
         """Items `first` to `first + count` of every row, `[rows, count, elements]`, on the device."""
         self.settle()
         items = torch.empty(self.rows, count, self.elements, dtype=self.dtype, device=self.device)
-        for chunk, there, here in self._spans(first, count):
-            for row in range(self.rows):
-                items[row, here].copy_(chunk[row, there], non_blocking=True)
+        for row, runs in enumerate(self.runs):
+            for run, there, here in self._spans(runs, first, count):
+                items[row, here].copy_(run[there], non_blocking=True)
         return items
+
+    def dump(self, items: int) -> Iterator[Tensor]:
+        """Items `0` to `items` of one row after the other, in pieces, where they lie. Waits for the device."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+        for runs in self.runs:
+            for run, there, _ in self._spans(runs, 0, items):
+                yield run[there]
+
+    def load(self, items: Tensor, closed: int, room: int, layers: int = 1) -> None:
+        """Takes `[rows, count, elements]` items on the CPU for its own, having none.
+
+        Where no device reads them they stay where they are, in a mapped file for one, but for those of the slab being
+        filled.
+
+        Args:
+            items: The items. They must not be written from here on.
+            closed, room, layers: As for `fork`.
+
+        Raises:
+            MemoryError: If the memory for what does not stay cannot be had.
+        """
+        count = items.shape[1]
+        if self._stream is None:
+            self.shared, _ = self._split(count, closed)
+            slab = torch.arange(self.shared, device=self.device) * self._slab_bytes
+            first = torch.tensor([row.data_ptr() for row in items], device=self.device)
+            self.table, self.runs = first.unsqueeze(1) + slab, [self._cut([row], 0, self.shared) for row in items]
+        self.reserve(max(count, room), layers)
+        kept = self.shared * self.items_per_slab
+        self._write(items[:, kept:], kept, range(self.rows))
 
     def settle(self) -> None:
         """Orders the device's next work after the latest write."""
@@ -169,6 +349,7 @@ class HostStore:
     @staticmethod
     def wait() -> None:
         """Waits on the host until the latest write has landed, whatever store made it, so that its source is free."""
-        if HostStore._latest is not None:
-            HostStore._latest.synchronize()
-            HostStore._latest = None
+        # Another thread may end its wait, or begin a write, at any point here.
+        latest, HostStore._latest = HostStore._latest, None
+        if latest is not None:
+            latest.synchronize()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from hf_hisparse.layout import select_rows
 from hf_hisparse.memory.base import Memory
 
 
@@ -46,6 +47,26 @@ class ResidentMemory(Memory):
 
     def fetch(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         return self.buffer, selection
+
+    def fork(self, tokens: int, room: int = 0, layers: int = 1) -> Memory:
+        new = type(self)(self.rows, self.layout, self.dtype, self.device)
+        new.buffer = self.buffer.clone()
+        return new
+
+    def select(self, index: Sequence[int], tokens: int, layers: int = 1) -> None:
+        self.buffer = select_rows(self.buffer, torch.tensor(index, device=self.device))
+        self.rows = len(index)
+
+    def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
+        return False
+
+    def dump(self, tokens: int) -> Iterator[Tensor]:
+        items = self.layout.items(tokens)
+        return (row[:items].cpu() for row in self.buffer)
+
+    def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
+        self.reserve(max(tokens, room))
+        self.buffer[:, : items.shape[1]] = items.to(self.device)
 
     @property
     def device_bytes(self) -> int:

@@ -1,10 +1,11 @@
 """Models with latent attention and an indexer of their own: DeepSeek sparse attention and its relatives.
 
 The model's own attention forward runs, with three things replaced for the call: the expansion of latents to per-head
-keys and values (they stay latent), the indexer's view of its cached keys (its scores are computed a block at a time,
-never as `[batch, query, heads, keys]`), and the attention function, which is handed the selection, swaps in just those
-latents, and attends to them with the up-projections absorbed into the query and the output (DeepSeek-V2, arXiv
-2405.04434).
+keys and values (they stay latent), the indexer's view of its cached keys (its scores are never `[batch, query, heads,
+keys]`), and the attention function, which is handed the selection, swaps in just those latents, and attends to them,
+the up-projections absorbed into the query and the output (DeepSeek-V2, arXiv 2405.04434). The tokens of a prompt, whose
+latents are all on the device, each attend to a selection of their own in the same way, a block of them at a time: no
+tensor of a prompt is as large as `[queries, tokens]`, not even a mask.
 """
 
 from __future__ import annotations
@@ -58,15 +59,13 @@ class IndexerKeys:
         return self
 
     def masked_fill(self, hidden: Tensor, value: Any) -> IndexerKeys:
-        self.mask = ~hidden
+        self.mask = ~hidden[:, -1:]
         return self
 
     def topk(self, k: int, dim: int = -1) -> IndexerKeys:
-        decodes = self.coordinator.decodes(self.new)
-        mask = self.coordinator.visible().unsqueeze(1) if decodes else self.mask
-        self.indices = self.coordinator.algorithm.retrieve_topk(
-            self.query, self.weights.squeeze(-2), self.scale, mask, k
-        )
+        window = self.coordinator.window(self.new, self.mask.unsqueeze(1))
+        algorithm = self.coordinator.algorithm
+        self.indices = algorithm.retrieve_topk(self.query, self.weights.squeeze(-2), self.scale, *window, k)
         return self
 
     @classmethod
@@ -88,6 +87,8 @@ class LatentPatch(AttentionPatch):
     """The patch of an attention module that has latents to expand and an indexer, its own or the previous layer's."""
 
     bases = ("eager", "sdpa")
+    block = 1 << 26
+    """Elements of absorbed queries `[batch, queries, heads, latent + rotary]` in flight."""
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -165,9 +166,9 @@ class LatentPatch(AttentionPatch):
             `[batch, new, heads, value_width]`.
         """
         self._latent = key
-        batch, _, new, _ = query.shape
+        batch, heads, new, _ = query.shape
         sinks = None if s_aux is None else s_aux.unsqueeze(0)
-        if coordinator.length + new <= coordinator.top_k:
+        if coordinator.is_dense(new):
             latent, rotary = coordinator.extend((key, value), attention_mask)
             key, value = type(self.module).expand_kv(self.module, latent, rotary)
             optional = {} if s_aux is None else {"s_aux": s_aux}
@@ -184,28 +185,32 @@ class LatentPatch(AttentionPatch):
             output = coordinator.attend(absorbed, indices[:, 0], scaling, sinks=sinks).unsqueeze(1)
             return self._project(output, up_value)
 
-        latents = torch.cat(coordinator.extend((key, value), attention_mask), dim=-1).squeeze(1)
-        layout = coordinator.memory.layout
-        block = max(1, (1 << 24) // (indices.shape[-1] * layout.elements))
-        blocks = []
+        # Every query is a row of the backend's, and the latents of the whole batch are one buffer, which rows share.
+        buffer = torch.cat(coordinator.extend((key, value), attention_mask), dim=-1).flatten(1, 2)
+        first = torch.arange(batch, dtype=torch.int32, device=indices.device).view(-1, 1, 1) * buffer.shape[1]
+        lengths = torch.full((batch * new,), buffer.shape[1], device=indices.device)
+        starts, buffer = torch.zeros_like(lengths), buffer.flatten(0, 1).unsqueeze(0)
+        output = query.new_empty(batch, new, heads, up_value.shape[1])
+        block = max(1, self.block // (batch * heads * buffer.shape[2]))
         for low in range(0, new, block):
             some = slice(low, low + block)
-            absorbed = self._absorb(query[:, :, some], up_key)
-            outputs = []
-            for b in range(batch):
-                selection = indices[b, some]
-                rows = len(selection)
-                starts = torch.zeros(rows, dtype=torch.int64, device=latents.device)
-                lengths = torch.full_like(starts, latents.shape[1])
-                buffer = latents[b : b + 1].expand(rows, -1, -1)
-                extra = None if sinks is None else sinks.expand(rows, -1)
-                outputs.append(
-                    coordinator.backend.attend(
-                        absorbed[b], buffer, selection, selection, starts, lengths, layout, scaling, sinks=extra
-                    )
-                )
-            blocks.append(self._project(torch.stack(outputs), up_value))
-        return torch.cat(blocks, dim=1)
+            absorbed = self._absorb(query[:, :, some], up_key).flatten(0, 1)
+            selection = indices[:, some]
+            slots = torch.where(selection < 0, selection, selection + first).flatten(0, 1)
+            rows = len(slots)
+            attended = coordinator.backend.attend(
+                absorbed,
+                buffer.expand(rows, -1, -1),
+                slots,
+                selection.flatten(0, 1),
+                starts[:rows],
+                lengths[:rows],
+                coordinator.memory.layout,
+                scaling,
+                sinks=None if sinks is None else sinks.expand(rows, -1),
+            )
+            output[:, some] = self._project(attended.unflatten(0, selection.shape[:2]), up_value)
+        return output
 
     def _absorb(self, query: Tensor, up_key: Tensor) -> Tensor:
         """Queries `[batch, heads, n, nope + rotary]` as queries on latent rows `[batch, n, heads, latent + rotary]`."""

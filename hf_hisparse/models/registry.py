@@ -75,14 +75,18 @@ class ModelPatch:
             self._switch()
         mask = kwargs.get("attention_mask", ())
         if (
-            cache.decodes(tokens)
-            and not cache.has_other_layers
-            and kwargs.get("position_ids") is not None
-            and (mask is None or isinstance(mask, Tensor))
+            (mask is None or isinstance(mask, Tensor))
+            and not cache.needs_masks(tokens)
+            # Some models count positions by the mask, though none that selects for every token of a prompt.
+            and (tokens > 1 or kwargs.get("position_ids") is not None)
         ):
-            # Padding is part of the history: the mask of a decode step only repeats it. Making one would take kernels
-            # whose shapes change at every step, and a wait for the device. One of four dimensions is passed on as is.
-            kwargs = kwargs | {"attention_mask": inputs.new_ones((batch, 1, 1, 1), dtype=torch.bool)}
+            if cache.decodes(tokens):
+                # Padding is part of the history: the mask of a decode step only repeats it. Making one would take
+                # kernels whose shapes change at every step, and a wait for the device.
+                mask = inputs.new_ones((batch, 1, 1, 1), dtype=torch.bool)
+            else:
+                mask = newest_mask(mask, batch, cache.get_seq_length(), tokens, inputs.device)
+            kwargs = kwargs | {"attention_mask": mask}
         return args, kwargs
 
     def _switch(self) -> None:
@@ -113,6 +117,44 @@ class ModelPatch:
             handle.remove()
         for patch in self.layers.values():
             patch.remove()
+
+
+def newest_mask(mask: Tensor | None, batch: int, length: int, tokens: int, device: torch.device) -> Tensor:
+    """What the newest query sees, `[batch, 1, 1, length + tokens]` bool, where every other one sees what of that is not
+    after itself. A mask of four dimensions is passed on by a model as it is.
+
+    Making the mask of every query would take memory that grows with the square of a prompt.
+
+    Args:
+        mask: As the model is given it: None, `[batch, length + tokens]`, or `[batch, 1, tokens, length + tokens]`.
+        batch, length, tokens: Sequences, tokens in the cache, and new ones.
+        device: Of the inputs.
+
+    Raises:
+        ValueError: If a query sees anything else.
+    """
+    total = length + tokens
+    if mask is None:
+        return torch.ones(batch, 1, 1, total, dtype=torch.bool, device=device)
+    mask = mask.to(device)
+    additive = mask.ndim > 2 and mask.is_floating_point()
+    seen = mask >= 0 if additive else mask.bool()
+    seen = seen[:, None, None] if mask.ndim == 2 else seen
+    if seen.shape[-1] != total:
+        raise ValueError(
+            f"`attention_mask` of shape {list(mask.shape)} is for {mask.shape[-1]} tokens, and there are {total}: "
+            f"{length} in the cache and {tokens} new ones; give one of [{batch}, {total}]"
+        )
+    newest = seen[:, :, -1:]
+    if seen.shape[2] > 1:
+        position = torch.arange(total, device=device)
+        if not torch.equal(seen, newest & (position <= position[length:].unsqueeze(1))):
+            raise ValueError(
+                f"`attention_mask` of shape {list(mask.shape)} shows another query than the newest something else than "
+                "the same tokens up to itself, and a model that selects its own tokens knows no other mask; give a "
+                f"padding mask of [{batch}, {total}]"
+            )
+    return newest.expand(batch, -1, -1, -1)
 
 
 def experts_configs(decoder: Any) -> list[Any]:

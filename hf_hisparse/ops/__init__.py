@@ -1,12 +1,26 @@
 """The operations of a decode step, as `torch.library` custom ops with a PyTorch implementation on every device.
 
-On a CUDA device they are kernels, which are compiled when they are first used: until then nothing of CUDA is imported.
+On a CUDA device they are kernels, which are compiled when they are first used: until then nothing of CUDA or Triton is
+imported.
 """
 
-from hf_hisparse.ops.reference import append, score_quest, score_rabitq, swap_in, top_k
+import functools
+import warnings
+
+import torch
+
+from hf_hisparse.ops.reference import (
+    append,
+    encode_rabitq,
+    score_indexer,
+    score_quest,
+    score_rabitq,
+    swap_in,
+    top_k,
+)
 
 
-__all__ = ["append", "score_quest", "score_rabitq", "swap_in", "top_k"]
+__all__ = ["append", "encode_rabitq", "score_indexer", "score_quest", "score_rabitq", "swap_in", "top_k"]
 
 
 @swap_in.register_kernel("cuda")
@@ -21,6 +35,13 @@ def _append(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.append(*args)
+
+
+@encode_rabitq.register_kernel("cuda")
+def _encode_rabitq(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.encode_rabitq(*args)
 
 
 @top_k.register_kernel("cuda")
@@ -42,3 +63,33 @@ def _score_rabitq(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.score_rabitq(*args)
+
+
+@functools.cache
+def _triton_runs(index):
+    """Whether Triton's kernels run on a device. If not, a warning says why. The first call compiles one."""
+    try:
+        from hf_hisparse.ops import triton
+
+        triton.probe(index)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Whatever it is, such as a compiler that is missing, there is another way to run.
+        warnings.warn(
+            "the indexer's scores are computed in PyTorch on the GPU, which is slower than the Triton kernel. "
+            f"The reason: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@score_indexer.register_kernel("cuda")
+def _score_indexer(query, *args):
+    if _triton_runs(query.device.index):
+        from hf_hisparse.ops import triton
+
+        return triton.score_indexer(query, *args)
+    with score_indexer.set_kernel_enabled("cuda", enabled=False):
+        return score_indexer(query, *args)

@@ -49,6 +49,7 @@ KERNELS = (
     ("rotate_query", ()),
     ("score_rabitq", ()),
     ("softmax_mass", ()),
+    ("encode_rabitq", ()),
 )
 """Every kernel: the file and function that it is, and the macros that it is compiled with."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -626,6 +627,61 @@ def score_quest(
         chunks,
     )
     return _softmax_mass(weights, partials, _QUEST_CHUNK)
+
+
+def encode_rabitq(
+    key: Tensor,
+    position: Tensor,
+    rotation: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    centres: Tensor,
+    total: Tensor,
+    count: Tensor,
+    block: int,
+) -> None:
+    """`ops.encode_rabitq` on a CUDA device. Positions must lie within `bits` and `centres`: that is not checked."""
+    rows, width = key.shape
+    reason = None
+    if key.dtype not in _DTYPES or centres.dtype != key.dtype:
+        reason = f"encode_rabitq takes no {key.dtype} keys with {centres.dtype} centres"
+    elif width > _RABITQ_WIDTH:
+        reason = f"encode_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
+    if _falls_back(key.device, reason):
+        with reference.encode_rabitq.set_kernel_enabled("cuda", enabled=False):
+            return reference.encode_rabitq(key, position, rotation, bits, scales, centres, total, count, block)
+    device, capacity = key.device, bits.shape[1]
+    key = key.contiguous()
+    _check("encode_rabitq", "position", position, torch.int64, (rows,), device)
+    _check("encode_rabitq", "rotation", rotation, torch.float32, (width, width), device)
+    _check("encode_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
+    _check("encode_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
+    _check("encode_rabitq", "centres", centres, key.dtype, (rows, centres.shape[1], width), device)
+    _check("encode_rabitq", "total", total, torch.float32, (rows, width), device)
+    _check("encode_rabitq", "count", count, torch.int64, (rows, 1), device)
+    if width % 8:
+        raise ValueError(f"encode_rabitq: the width of `key` of shape {list(key.shape)} must be a multiple of 8")
+    if rows:
+        _launch(
+            _kernel("encode_rabitq", device.index),
+            rows,
+            512,
+            0,
+            key.data_ptr(),
+            position.data_ptr(),
+            rotation.data_ptr(),
+            bits.data_ptr(),
+            scales.data_ptr(),
+            centres.data_ptr(),
+            total.data_ptr(),
+            count.data_ptr(),
+            width,
+            capacity,
+            centres.shape[1],
+            block,
+            _DTYPES[key.dtype],
+        )
+    return None
 
 
 def score_rabitq(

@@ -362,6 +362,60 @@ def _(query, low, high, items, page_size, scale, starts, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
 
 
+def rabitq_bits(centred: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """What RaBitQ keeps of centred keys.
+
+    Args:
+        centred: `[rows, n, width]` float32.
+        rotation: `[width, width]` float32.
+
+    Returns:
+        Bits `[rows, n, width / 8]` uint8, least significant first, and scales `[rows, n]` float16.
+    """
+    x = centred @ rotation
+    scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
+    return bits.sum(-1, dtype=torch.uint8), scale.to(torch.float16)
+
+
+@torch.library.custom_op("hf_hisparse::encode_rabitq", mutates_args=("bits", "scales", "centres", "total", "count"))
+def encode_rabitq(
+    key: Tensor,
+    position: Tensor,
+    rotation: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    centres: Tensor,
+    total: Tensor,
+    count: Tensor,
+    block: int,
+) -> None:
+    """Adds one new token a row to what RaBitQ keeps of the keys.
+
+    A token that opens a block makes the mean of the block before it the centre of its own.
+
+    Args:
+        key: `[rows, width]`.
+        position: `[rows]` int64, the token's index in the history.
+        rotation, bits, scales, centres: As for `score_rabitq`.
+        total, count: `[rows, width]` float32 and `[rows, 1]` int64, sum and number of the keys of the newest block.
+        block: Tokens a block.
+    """
+    rows = torch.arange(len(key), device=key.device)
+    opens = (position % block == 0).unsqueeze(1)
+    centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), centres[rows, position // block])
+    centres[rows, position // block] = centre
+    total.copy_(torch.where(opens, 0, total) + key)
+    count.copy_(torch.where(opens, 0, count) + 1)
+    entries = rabitq_bits((key.float() - centre.float()).unsqueeze(1), rotation)
+    bits[rows, position], scales[rows, position] = (entry.squeeze(1) for entry in entries)
+
+
+@encode_rabitq.register_fake
+def _(key, position, rotation, bits, scales, centres, total, count, block):
+    return None
+
+
 TOKENS_UNPACKED = 1 << 14
 """Tokens whose bits are unpacked at a time: unpacked signs are 32 times the bits."""
 
@@ -418,3 +472,57 @@ def score_rabitq(
 @score_rabitq.register_fake
 def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
+
+
+PRODUCTS = 1 << 24
+"""Elements of `[batch, queries, heads, tokens]` in flight."""
+
+
+@torch.library.custom_op("hf_hisparse::score_indexer", mutates_args=())
+def score_indexer(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    tokens: int,
+    scale: float,
+    starts: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """The lightning indexer's scores (DeepSeek-V3.2): `sum_h w_h relu(scale q_h . k)`, in float32.
+
+    A row's queries are consecutive tokens, and each sees the tokens before it and itself. Only what is summed over
+    heads is kept, so that memory is that of the scores.
+
+    Args:
+        query: `[batch, queries, heads, width]`.
+        weights: `[batch, queries, heads]` float32, the weight of each head's score.
+        keys: `[batch, capacity, width]`, in the query's dtype; `tokens <= capacity`.
+        tokens: How many keys are scored.
+        scale: Multiplies `q . k`; positive.
+        starts: `[batch]` int64, the first token of each row that is not padding.
+        positions: `[batch]` int64, which token a row's first query is.
+
+    Returns:
+        `[batch, queries, tokens]` float32; -inf for what a query does not see.
+    """
+    batch, queries, heads, _ = query.shape
+    scores = query.new_empty(batch, queries, tokens, dtype=torch.float32)
+    token = torch.arange(tokens, device=query.device)
+    before = token < starts.view(-1, 1, 1)
+    last = (positions.unsqueeze(1) + torch.arange(queries, device=query.device)).unsqueeze(-1)
+    key_block = max(1, min(tokens, PRODUCTS // (batch * heads)))
+    query_block = max(1, PRODUCTS // (batch * heads * key_block))
+    for low in range(0, queries, query_block):
+        some = slice(low, low + query_block)
+        q, w = query[:, some].float(), weights[:, some].unsqueeze(-2)
+        for first in range(0, tokens, key_block):
+            part = slice(first, min(first + key_block, tokens))
+            products = q.flatten(1, 2) @ keys[:, part].float().transpose(1, 2) * scale
+            scores[:, some, part] = (w @ products.relu_().unflatten(1, q.shape[1:3])).squeeze(-2)
+        scores[:, some].masked_fill_(before | (token > last[:, some]), -torch.inf)
+    return scores
+
+
+@score_indexer.register_fake
+def _(query, weights, keys, tokens, scale, starts, positions):
+    return query.new_empty(*query.shape[:2], tokens, dtype=torch.float32)
