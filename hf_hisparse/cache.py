@@ -194,6 +194,12 @@ class HierarchicalSparseCache(Cache):
         self._recording = False
         graphed = self.config.max_cache_len is not None and self.config.cuda_graph
         self.graphed = GraphedForward(compiles=self.config.compile) if graphed else None
+        device = next(model.parameters()).device
+        if self.config.compile and device.type != "cuda":
+            logger.warning_once(
+                f"`compile=True` does nothing on {device}: decode steps are captured, and their layers compiled, on a "
+                "CUDA device."
+            )
         super().__init__(layers=layers)
 
     def _make_layers(self, model: nn.Module, patch: ModelPatch) -> list[Any]:

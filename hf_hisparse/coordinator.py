@@ -344,12 +344,12 @@ class SparseCoordinator:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
         self.length += 1
 
-    def window(self, tokens: int, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    def window(self, tokens: int, mask: Tensor | None) -> tuple[Tensor, Tensor, int]:
         """What `tokens` new tokens that are yet to be stored may attend to, each as far as itself.
 
         Args:
             tokens: How many there are.
-            mask: As for `first_tokens`. A decode step does not look at it.
+            mask: As for `first_tokens`. A decode step does not look at it, and may have None.
 
         Returns:
             `[batch]` int64 each, the first token that is not padding and the first new one; and how many tokens there
@@ -357,6 +357,7 @@ class SparseCoordinator:
         """
         if self.decodes(tokens):
             return self.starts, self.lengths, self._room(self.length + 1)
+        assert mask is not None
         # Where attention is dense it is masked by itself.
         starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
         return starts, torch.full_like(starts, self.length), self.length + tokens

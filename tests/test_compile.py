@@ -218,6 +218,15 @@ def test_models_do_not_share_a_count(backend):
     assert backend.compilations == 10
 
 
+def test_what_pytorch_forgot_is_compiled_again(backend):
+    model = make_model("llama")
+    follow(model, twins(model, "llama-rabitq"), 3)
+    torch.compiler.reset()
+    caches = twins(model, "llama-rabitq")
+    follow(model, caches, 3)
+    assert backend.compilations == 2 and caches[0].graphed.compiles
+
+
 # ---- what it is not for ----------------------------------------------------------------------------------------------
 
 
@@ -359,6 +368,11 @@ def test_an_interrupt_in_a_compiled_layer_loses_no_history(kind, backend, monkey
 def test_compilation_is_of_graphs(options):
     with pytest.raises(ValueError, match="`compile=True` .* give `max_cache_len` and leave `cuda_graph` on"):
         HierarchicalSparseCache(make_model("llama"), **options, compile=True)
+
+
+def test_compilation_on_a_cpu_says_that_there_is_none(warned):
+    HierarchicalSparseCache(make_model("llama").cpu(), **GQA, max_cache_len=300, compile=True)
+    assert any("`compile=True` does nothing on cpu" in text for text in warned())
 
 
 def test_a_copy_of_a_cache_compiles_too(backend):

@@ -86,16 +86,17 @@ def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, 
 
     Args:
         keys: `[batch, 1, width]`, the indexer key of the new token.
-        query, weights, scale: As an `IndexerKeys` records them.
+        query: `[batch, 1, heads, width]`.
+        weights, scale: As for `LightningIndexer.retrieve_topk`.
         k: How many tokens.
 
     Returns:
         `[batch, 1, k]` int32.
     """
     running = _running.get()
-    held = running.cache.update_indexer(keys, running.patch.module.layer_idx)
-    held.query, held.weights, held.scale = query, weights, scale
-    return held.topk(k).indices
+    running.cache.update_indexer(keys, running.patch.module.layer_idx)
+    window = running.coordinator.window(1, None)
+    return running.coordinator.algorithm.retrieve_topk(query, weights, scale, *window, k)
 
 
 @layer_selection.register_fake
@@ -121,7 +122,7 @@ class TracedKeys(IndexerKeys):
         return (1 << 62,)
 
     def topk(self, k: int, dim: int = -1) -> IndexerKeys:
-        self.indices = layer_selection(self.keys, self.query, self.weights, self.scale, k)
+        self.indices = layer_selection(self.keys, self.query, self.weights.squeeze(-2), self.scale, k)
         return self
 
 
