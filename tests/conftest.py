@@ -47,11 +47,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif item.get_closest_marker("cpu") and helpers.DEVICE.type != "cpu":
+            item.add_marker(pytest.mark.skip(reason="runs on the CPU alone"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

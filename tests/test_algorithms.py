@@ -243,7 +243,7 @@ def test_rabitq_scores_are_the_softmax_of_the_estimate():
 
 
 def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
-    monkeypatch.setattr(RaBitQ, "block", 8)
+    monkeypatch.setattr(RaBitQ, "block", 16)
     keys, query = draw(2, 50, WIDTH), draw(2, 4, WIDTH, seed=1)
     algorithm = filled(RaBitQ(page_size=4), keys)
     window = zeros(2), tensor([50, 50])

@@ -53,7 +53,7 @@ from tests.test_graph import (
 
 
 # Newer transformers call the cache's argument `cache`; both names must work.
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")]
 gpu = pytest.mark.gpu
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

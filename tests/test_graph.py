@@ -46,7 +46,7 @@ from tests.helpers import (
 
 
 # Newer transformers call the cache's argument `cache`; both names must work.
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")]
 gpu = pytest.mark.gpu
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = METHODS | {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -96,16 +97,18 @@ class HostStore:
                 self._adopt()
         slabs = -(-items // self.items_per_slab) - self.table.shape[1]
         if slabs > 0:
-            with self._needed(slabs * self.rows * self._slab_bytes, layers):
-                self._prepare(slabs)
-                self._adopt()
+            self._allocate(slabs * self.rows * self._slab_bytes, layers, partial(self._grow, slabs))
 
-    @contextlib.contextmanager
-    def _needed(self, nbytes: int, layers: int) -> Iterator[None]:
-        """Within it so much is allocated, and for each of `layers` layers. Says so where that fails, before or then."""
+    def _grow(self, slabs: int) -> None:
+        self._prepare(slabs)
+        self._adopt()
+
+    def _allocate(self, nbytes: int, layers: int, how: Callable[[], None]) -> None:
+        """Allocates so much, which each of `layers` layers will need. Says so where that fails, before or then."""
+        # No context manager: it and an error that passes through it hold each other, and so this store after its end.
         try:
             pinned.require(nbytes * layers, layers)
-            yield
+            how()
         except MemoryError as error:
             needed, has = nbytes * layers / 2**20, self.nbytes / 2**20
             raise MemoryError(f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact") from error
@@ -227,8 +230,10 @@ class HostStore:
         if self._spare is not None and self._spare.nbytes != nbytes:
             self._spare = None
         if nbytes and self._spare is None:
-            with self._needed(nbytes, layers):
-                self._spare = pinned.allocate_behind(nbytes, self.device).result().tensor()
+            self._allocate(nbytes, layers, partial(self._make_spare, nbytes))
+
+    def _make_spare(self, nbytes: int) -> None:
+        self._spare = pinned.allocate_behind(nbytes, self.device).result().tensor()
 
     def prepare_cut(self, items: int, closed: int, room: int = 0, layers: int = 1) -> None:
         """Has all the memory that `cut` will need.
