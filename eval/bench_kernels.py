@@ -518,8 +518,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 panel.plot(*zip(*points, strict=True), style, color=f"C{number}", markersize=3, label=label)
         panel.set(title=title, xlabel="items missed, %", yscale="log")
         panel.legend()
-    panels[0].set_ylabel("swap-in, us (dashed: pure gather; dotted: without the copy)")
-    figure.suptitle(f"{LATENT.item_bytes} B items, k {LATENT.k}, buffer {LATENT.slots}, {TOKENS // 1024}K tokens")
+    panels[0].set_ylabel("us")
+    sizes = f"{LATENT.item_bytes} B items, k {LATENT.k}, buffer {LATENT.slots}, {TOKENS // 1024}K tokens"
+    figure.suptitle(f"Swap-in (dashed: pure gather; dotted: without the copy): {sizes}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
