@@ -210,6 +210,15 @@ class HierarchicalSparseCache(Cache):
         layers = DynamicCache(config=self._text_config).layers
         if bad := sorted(i for i in self.config.dense_layers if not 0 <= i < len(layers)):
             raise ValueError(f"`dense_layers` names layers {bad}, but the model has layers 0 to {len(layers) - 1}")
+        leader = 0
+        for index, attention in sorted(patch.layers.items()):
+            if not attention.follows(attention.module):
+                leader = index
+            elif (index in self.config.dense_layers) != (leader in self.config.dense_layers):
+                raise ValueError(
+                    f"`dense_layers` names one of layers {leader} and {index}, of which the second attends to what the "
+                    "first selects; name both or neither"
+                )
         refused: dict[str, list[int]] = {}
         for index, layer in enumerate(layers):
             if not isinstance(layer, DynamicLayer) or layer.is_sliding or index in self.config.dense_layers:

@@ -19,7 +19,19 @@ from hf_hisparse.backends import ReferenceBackend
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import host_store, limits, pinned
-from tests.helpers import DEVICE, GQA, decode, dense_cache, forward, generate, make_model, random_ids, same_bits
+from tests.helpers import (
+    DEVICE,
+    GQA,
+    close,
+    decode,
+    dense_cache,
+    forward,
+    generate,
+    logits_of,
+    make_model,
+    random_ids,
+    same_bits,
+)
 from tests.test_cache_api import state_of, steps
 
 
@@ -253,6 +265,16 @@ def test_scaled_positions_reach_further():
     forward(model, random_ids(1, 256), cache)
     with pytest.raises(ValueError, match="`max_position_embeddings` of 256"):
         forward(model, random_ids(1, 1), cache)
+
+
+@pytest.mark.parametrize("dense_layers", [[1], [2], [0, 1]])
+def test_layers_that_share_a_selection_are_dense_together(dense_layers):
+    model, ids = make_model("glm_moe_dsa"), random_ids(2, 60)
+    assert model.config.indexer_types == ["full", "full", "shared", "full"]
+    with pytest.raises(ValueError, match="`dense_layers` names one of layers 1 and 2.*name both or neither"):
+        HierarchicalSparseCache(model, dense_layers=dense_layers)
+    cache, dense = HierarchicalSparseCache(model, dense_layers=[1, 2]), generate(model, ids, dense_cache(model), 12)
+    close(logits_of(generate(model, ids, cache, 12)), logits_of(dense))
 
 
 @pytest.mark.parametrize("longest", [30, 64], ids=["dense", "sparse"])

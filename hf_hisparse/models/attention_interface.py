@@ -106,6 +106,11 @@ class AttentionPatch:
         return None
 
     @staticmethod
+    def follows(module: nn.Module) -> bool:
+        """Whether such a module attends to what the layer before it selected."""
+        return False
+
+    @staticmethod
     def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         """A coordinator for the layer of such a module."""
         name = AUTO if config.algorithm == "auto" else config.algorithm

@@ -106,6 +106,10 @@ class LatentPatch(AttentionPatch):
         return None
 
     @staticmethod
+    def follows(module: Any) -> bool:
+        return module.indexer is None
+
+    @staticmethod
     def make_coordinator(module: Any, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         native = module.config.index_topk
         if config.top_k not in (None, native):
