@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval import bench_decode
+from eval import bench_decode, exactness
+from eval.common import TINY_MODELS
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.memory import pinned
@@ -36,6 +37,18 @@ def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ours = "--top-k 64 --page-size 4 --algorithm quest".split()
     status = bench_decode.main([*sizes, *ours, "--device", str(DEVICE), "--output", str(output), *more])
     return status, json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("model", TINY_MODELS)
+def test_exactness(model, monkeypatch, tmp_path):
+    """The random models of `eval` keep every guarantee: those with an indexer take the stock model's tokens."""
+    monkeypatch.setattr(exactness, "quiet", lambda: None)
+    output = tmp_path / "rows.json"
+    sizes = f"--model {model} --context 400 --new-tokens 32 --batch 2 --device {DEVICE} --json {output}".split()
+    monkeypatch.setattr("sys.argv", ["exactness", *sizes])
+    assert exactness.main() == 0
+    ours = json.loads(output.read_text())["rows"][-1]
+    assert ours["bits_of_oracle"] and ours["hit_rate"] > 0
 
 
 def test_bench_decode(tmp_path, capsys):
