@@ -5,7 +5,7 @@
 // Both: buffer [rows, slots, item_bytes]; item_slot [rows, items], slot_item and last_used [rows, slots], all int32.
 // Out:  the token's bytes in host memory.
 //
-// An entry of item_slot is as swap_in writes it; this one's step is the past one, so that swap_in never takes it for its own.
+// The step of an entry of item_slot (entry.cuh) is here the past one, so that swap_in never takes it for its own.
 //
 // Within an item of page_size tokens each part is contiguous over the page. A token that opens an item that is not resident
 // takes the slot used longest ago (ties: the lowest). One that continues an item that is not resident goes to host memory
@@ -17,11 +17,11 @@
 // trips, about 2 us. The writes to the host are posted: nothing waits for them but the end of the kernel.
 
 #include "copy.cuh"
+#include "entry.cuh"
 
 namespace {
 
 constexpr int kNone = 0x7fffffff;
-constexpr int kSlotBits = 15, kSlotMask = (1 << kSlotBits) - 1;
 
 // The least last_used among `slots` slots, and the lowest slot that has it; the same to every thread of the block.
 __device__ __forceinline__ int oldest_slot(const int* last_used, int slots) {
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) append(
             if (threadIdx.x == 0) {
                 const int evicted = slot_item[slot];
                 if (evicted >= 0) item_slot[evicted] = -1;
-                item_slot[item] = slot | (past & 0xffff) << kSlotBits;
+                item_slot[item] = slot | brought(past);
                 slot_item[slot] = static_cast<int>(item);
             }
         }

@@ -1,12 +1,10 @@
 // swap_in: makes every selected item resident in the device buffer and says where. One LRU step a row, in one launch.
 //
 // In:   selection [rows, k] int32, unique in a row, -1 for none; slab_table [rows, slabs] int64, host addresses.
-// Both: buffer [rows, slots, item_bytes]; item_slot [rows, items], slot_item and last_used [rows, slots], clock [rows],
-//       log [rows, steps, 2], all int32; totals [rows, 2] int64.
+// Both: buffer [rows, slots, item_bytes]; item_slot [rows, items] (entry.cuh), slot_item and last_used [rows, slots],
+//       clock [rows], log [rows, steps, 2], all int32; totals [rows, 2] int64.
 // Out:  found [rows, k] int32, the slot of each selected item, -1 where the selection is -1.
 // Work: progress [rows, 2] int32, zero before and after; listed [rows, k] int32, any.
-//
-// An entry of item_slot is the slot in its low 15 bits and, above it, the low 16 bits of the step that brought the item.
 //
 // Invariants. item_slot and slot_item are inverse to each other, and last_used <= clock + 1. So an evicted item is never a
 // selected one, and the writes of the two to item_slot never meet. A row that selects nothing is not touched. Results
@@ -33,16 +31,13 @@
 // With WITHOUT_COPY defined the bytes are not copied and all else is done: what the mechanism costs, for measurement.
 
 #include "copy.cuh"
+#include "entry.cuh"
 
 namespace {
 
 constexpr int kPerThread = 4;  // Selected items a thread of a planner holds.
 constexpr int kSlots = 4;      // Slots whose last_used a thread holds, where that is enough of them.
 constexpr int kBinBits = 8, kBins = 1 << kBinBits;  // Of the histogram of last_used.
-constexpr int kSlotBits = 15, kSlotMask = (1 << kSlotBits) - 1;
-
-// The part of an item_slot entry that says when the item came.
-__device__ __forceinline__ int brought(int step) { return (step & 0xffff) << kSlotBits; }
 
 // What other blocks of the launch write and read meanwhile.
 __device__ __forceinline__ int peek(const int* word) {
