@@ -55,6 +55,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "buffer zero": ({"buffer_size": 0}, ["`buffer_size`", "positive integer"]),
     "page zero": ({"page_size": 0}, ["`page_size`", "positive integer"]),
+    "more items than a step selects": (
+        {"top_k": 16384, "page_size": 2},
+        ["`top_k=16384`", "8192 items", "`page_size=2`", "at most 4096", "raise `page_size` or lower `top_k`"],
+    ),
+    "more items than a buffer holds": (
+        {"top_k": 64, "buffer_size": 65538, "page_size": 2},
+        ["`buffer_size=65538`", "32769 items", "at most 32768", "raise `page_size` or lower `buffer_size`"],
+    ),
     "max_cache_len zero": ({"max_cache_len": 0}, ["`max_cache_len`", "positive integer", "0"]),
     "max_cache_len float": ({"max_cache_len": 1e6}, ["`max_cache_len`", "positive integer", "1000000.0"]),
     "sink negative": ({"sink_tokens": -1}, ["`sink_tokens`", "zero or a positive integer", "-1"]),

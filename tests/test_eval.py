@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval import bench_decode, exactness
-from eval.common import TINY_MODELS
+from eval.common import TINY_MODELS, environment
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.memory import pinned
@@ -37,6 +37,14 @@ def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ours = "--top-k 64 --page-size 4 --algorithm quest".split()
     status = bench_decode.main([*sizes, *ours, "--device", str(DEVICE), "--output", str(output), *more])
     return status, json.loads(output.read_text())
+
+
+def test_a_commit_that_is_named_is_the_one_recorded(monkeypatch):
+    """Also in a checkout, which may be of another."""
+    monkeypatch.setenv("HISPARSE_COMMIT", "abc1234")
+    assert environment()["commit"] == "abc1234"
+    monkeypatch.delenv("HISPARSE_COMMIT")
+    assert environment()["commit"] != "abc1234"
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)

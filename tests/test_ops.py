@@ -347,3 +347,12 @@ def test_an_appended_page_is_the_last_to_go():
     assert both.slot_item.tolist() == [[9, 5, 6]]
     both.swap_in([[9, -1, -1]])
     assert both.totals.tolist() == [[1, 5]]
+
+
+def test_more_slots_than_an_entry_can_name_are_refused():
+    both = Both(1, 4, 32769, widths=(1, 1))
+    before = [tensor.clone() for tensor in both.tensors]
+    for step in (lambda: both.swap_in([[0]]), lambda: both.append([0])):
+        with pytest.raises(ValueError, match="`buffer` holds 32769 items a row; 32768 is the most"):
+            step()
+    assert all(torch.equal(*pair) for pair in zip(before, both.tensors, strict=True))
