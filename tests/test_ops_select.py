@@ -239,6 +239,7 @@ class History:
         held = [self.algorithm.representations]
         if isinstance(self.algorithm, RaBitQ):
             held.append(self.algorithm.centres)
+            self.algorithm.filling = tuple(tensor.to(device) for tensor in self.algorithm.filling)
         for representations in held:
             representations.tensors = {name: tensor.to(device) for name, tensor in representations.tensors.items()}
         return self

@@ -59,6 +59,8 @@ def filled(model: Any, tokens: int = 100, **options: Any) -> HierarchicalSparseC
 def test_a_loaded_cache_goes_on_as_the_saved_one(small_slabs, model, method, tmp_path, tokens, loaded):
     """Also after it was cropped, over what lies in the file, and though the file is replaced meanwhile."""
     options, mask = METHODS[method][1], left_padding(2, tokens + 60)
+    if "index_topk" in model.config.to_dict():
+        loaded = loaded | {"cuda_graph": False}  # In a graph experts run another kernel, which rounds otherwise.
     cache = HierarchicalSparseCache(model, **options)
     decode(model, random_ids(2, tokens), cache, tokens - 7, mask[:, :tokens])
     path = tmp_path / "cache.safetensors"
