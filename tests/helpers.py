@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -270,6 +272,8 @@ def left_padding(batch: int, tokens: int) -> Tensor:
 def interpret(file: str, kernels: str) -> None:
     """Runs a file of tests in a process where Triton's kernels run on the CPU, which importing the package does not
     import: those are in the module `kernels`."""
+    if Version(version("triton")) < Version("3.8") and Version(version("numpy")) >= Version("2.5"):
+        pytest.skip("this Triton's interpreter makes numbers of arrays in a way that this NumPy has given up")
     program = (
         f"import sys, pytest, hf_hisparse\nassert {kernels!r} not in sys.modules\nsys.exit(pytest.main(sys.argv[1:]))\n"
     )
