@@ -4,7 +4,7 @@
 // In:   query [rows, group, width]; digits and levels from rotate_query; bits [rows, capacity, width / 8] uint8, least
 //       significant first; scales [rows, capacity] float16; centres [rows, centre_capacity, width], of the query's
 //       dtype; starts and lengths [rows] int64.
-// Out:  weights [rows, group, items] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; tokens
+// Out:  weights [rows, group, items] and partials [rows, group, units, 2] float32, as softmax_mass reads them; tokens
 //       outside starts to lengths have weight 0. `scale` multiplies logits and is in units of log2(e).
 //
 // A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1.
@@ -22,12 +22,14 @@
 // reads of 16 bytes a token, with conflicts about 8 cycles each a warp: 37. Sign flips and adds in float32: 540 million
 // of each, 35.
 //
-// Shape. 256 threads take a chunk of up to 1024 tokens, whole items, for 4 query heads; further heads of a group are
-// further blocks.
+// Shape. A warp takes units of up to 128 tokens, whole items, one after the other, for 4 query heads; further heads of a
+// group are further blocks. A block of 256 threads takes a run of units, as many as let all blocks run at once: what a
+// block begins with, a few loads that wait for one another, is met once. The unit is the same whatever the shape, and
+// so is the result.
 //
-// Cost, predicted for the same (us): launch 2; per 16 tokens and warp 8 products, 30 shifts and masks, some 30
-// instructions for the logits, which bound it: 65536 x 45 integer instructions at 2 a cycle and multiprocessor 6.5;
-// exponentials 1.1; the memory floor, 19 MB, is 4.5 and overlaps. About 10.
+// Cost, predicted for the same (us): launch 2; what a block begins with 2.5; per 16 tokens and warp 8 products, 32
+// shifts and masks, some 50 instructions for logits and weights, 65536 x 90 at 3.5 a cycle and multiprocessor 7; the
+// memory floor, 19 MB, is 4.5 and overlaps; the end 1. About 13.
 
 #include "elements.cuh"
 #include "warp.cuh"
@@ -35,13 +37,14 @@
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kChunk = 1024;       // Tokens a block, as in `ops.cuda`.
+constexpr int kUnit = 128;         // Tokens whose weights share a maximum, as in `ops.cuda`.
+constexpr int kRun = 4096;         // Tokens a block at most, as in `heuristics`.
 constexpr int kHeads = 4;
 constexpr int kTile = 16;          // Tokens a matrix product.
-constexpr int kTiles = kChunk / kWarps / kTile;
+constexpr int kTiles = kUnit / kTile;
 constexpr int kLeastBlock = 16;    // Tokens that share a centre.
-constexpr int kCentres = kChunk / kLeastBlock + 1;
-constexpr int kStride = kChunk + 8;  // So that the lanes of a warp write to different banks.
+constexpr int kCentres = (kRun + kUnit) / kLeastBlock + 1;
+constexpr int kStride = kUnit + 8;  // So that the lanes of a warp write to different banks.
 
 template <int number>
 struct Constant {
@@ -82,32 +85,85 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
     const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales, const void* __restrict__ centres,
     long long steps, long long dtype, long long group_, long long width_, long long capacity, long long centre_capacity,
     long long block_shift, long long items_, long long page_size_, double scale, const long long* __restrict__ starts,
-    const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
+    const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials, long long units_,
+    long long run_units
 ) {
     const int group = static_cast<int>(group_), width = static_cast<int>(width_);
-    const int page_size = static_cast<int>(page_size_);
-    const unsigned chunks = static_cast<unsigned>(chunks_), tiles = (group + kHeads - 1) / kHeads;
-    const unsigned chunk = blockIdx.x % chunks, head_tile = blockIdx.x / chunks % tiles;
-    const long long row = blockIdx.x / chunks / tiles;
+    const int page_size = static_cast<int>(page_size_), items = static_cast<int>(items_);
+    const int units = static_cast<int>(units_), shift = static_cast<int>(block_shift);
+    const unsigned runs = static_cast<unsigned>((units_ + run_units - 1) / run_units);
+    const unsigned tiles = (group + kHeads - 1) / kHeads;
+    const unsigned run = blockIdx.x % runs, head_tile = blockIdx.x / runs % tiles;
+    const long long row = blockIdx.x / runs / tiles;
     const int heads = min(kHeads, group - static_cast<int>(head_tile) * kHeads);
     const long long first_head = row * group + head_tile * kHeads;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int g = lane >> 2, t = lane & 3;  // Of a product's fragments: the token, and the word or the head.
 
-    const int chunk_items = kChunk / page_size, shift = static_cast<int>(block_shift);
-    const int begin = chunk * chunk_items * page_size, chunk_end = begin + chunk_items * page_size;
-    const int first = static_cast<int>(max(starts[row], static_cast<long long>(begin)));
-    const int end = static_cast<int>(
-        min(min(lengths[row], static_cast<long long>(chunk_end)), min(items_ * page_size, capacity)));
+    const int unit_items = kUnit / page_size, unit_tokens = unit_items * page_size;
+    const int first_unit = run * static_cast<int>(run_units);
+    const int unit_end = min(units, first_unit + static_cast<int>(run_units));
 
     __shared__ float offsets[kCentres][kHeads];
-    __shared__ float held[kHeads][kStride];  // Logits of tokens, then their weights.
-    __shared__ float per_warp[kWarps][kHeads];
+    __shared__ float scale_of[kWarps][kUnit];         // Of the tokens of a warp's unit.
+    __shared__ float weight_of[kWarps][kHeads][kStride];  // Likewise.
 
-    // q . centre, of each block of tokens that the chunk meets: a warp takes a centre.
-    const int first_centre = begin >> shift;
-    const auto score_centres = [&]() {
-        const int centre_count = end > begin ? (end - 1 >> shift) - first_centre + 1 : 0;
+    const float2 level = t < heads ? levels[first_head + t] : make_float2(0.0f, 0.0f);
+    const float step = level.x;
+    const unsigned total = __float_as_uint(level.y);
+    const int bytes = width / 8;
+    const unsigned char* const row_bits = bits + row * capacity * bytes;
+    const unsigned short* const row_scales = scales + row * capacity;
+
+    const auto score = [&](auto steps_, auto words) {
+        constexpr int kSteps = decltype(steps_)::value;
+        constexpr int kPart = kTiles / 2 / kSteps;  // Tiles whose loads are under way while as many are scored.
+        using Part = unsigned[kPart][2][kSteps];
+        // What lies behind the history is read too, as far as there is room, so that no load waits for its length.
+        const auto load = [&](Part& word, int first_token) {
+            const auto load_token = [&](int i, int r, int token) {
+                const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
+#pragma unroll
+                for (int k = 0; k < kSteps; ++k) {
+                    word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
+                }
+            };
+            const bool whole = first_token + kPart * kTile <= capacity;
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int token = first_token + i * kTile + r * 8 + g;
+                    load_token(i, r, whole ? token : min(token, static_cast<int>(capacity) - 1));
+                }
+            }
+        };
+        unsigned short next_scale[kUnit / 32];
+        const auto load_scales = [&](int first_token) {
+#pragma unroll
+            for (int i = 0; i < kUnit / 32; ++i) {
+                next_scale[i] = row_scales[min(first_token + i * 32 + lane, static_cast<int>(capacity) - 1)];
+            }
+        };
+        Part even, odd;
+        load_scales((first_unit + warp) * unit_tokens);
+        load(even, (first_unit + warp) * unit_tokens);
+        uint4 b[kSteps][4];
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                b[k][s] = digits[(((row * tiles + head_tile) * kSteps + k) * 4 + s) * 32 + lane];
+            }
+        }
+
+        const int begin = static_cast<int>(max(starts[row], 0LL));
+        const int end = static_cast<int>(min(min(lengths[row], items_ * page_size), capacity));
+
+        // ---- q . centre, of each block of tokens that the run meets: a warp takes a centre ----
+        const int first_centre = first_unit * unit_tokens >> shift;
+        const int run_end = min(end, unit_end * unit_tokens);
+        const int centre_count = run_end > first_unit * unit_tokens ? (run_end - 1 >> shift) - first_centre + 1 : 0;
         with_dtype(dtype, [&](auto type) {
             using Type = decltype(type);
             using Element = typename Type::Element;
@@ -130,80 +186,101 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
             }
         });
         __syncthreads();
-    };
 
-    // ---- logits: a lane has head t of tokens g and g + 8 of each tile ----
-    // A lane reads of `held` what it has written itself, until the weights are complete.
-    float* const mine = &held[t][warp * (kChunk / kWarps) + g];
-    float largest = -INFINITY;
-    const float2 level = t < heads ? levels[first_head + t] : make_float2(0.0f, 0.0f);
-    const float step = level.x;
-    const unsigned total = __float_as_uint(level.y);
-    const int bytes = width / 8, own = begin + warp * (kChunk / kWarps), last = static_cast<int>(capacity) - 1;
-    const unsigned char* const row_bits = bits + row * capacity * bytes;
-    const unsigned short* const row_scales = scales + row * capacity;
-    const auto score = [&](auto steps_, auto words) {
-        constexpr int kSteps = decltype(steps_)::value;
-        constexpr int kInFlight = 4 / kSteps;  // Tiles whose loads are under way at once.
-        unsigned word[kInFlight][2][kSteps];
-        unsigned short token_scale[kInFlight][2];
-        // What lies behind the history is read too, as far as there is room, so that no load waits for its length.
-        const auto load = [&](int first_tile) {
+        // ---- units: a lane has head t of tokens g and g + 8 of each tile ----
+#pragma unroll 1
+        for (int unit = first_unit + warp; unit < unit_end; unit += kWarps) {
+            const int origin = unit * unit_tokens, stop = min(end, origin + unit_tokens);
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
+            for (int i = 0; i < kUnit / 32; ++i) scale_of[warp][i * 32 + lane] = Float16::widen(next_scale[i]);
+            __syncwarp();
+            load_scales((unit + kWarps) * unit_tokens);
+
+            // What a token's bits score, as a multiple of the step.
+            float x[kTiles][2];
+            const auto multiply_part = [&](const Part& word, int first_tile) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int token = min(own + (first_tile + i) * kTile + r * 8 + g, last);
-                    token_scale[i][r] = row_scales[token];
-                    const unsigned char* const from = row_bits + static_cast<long long>(token) * bytes;
+                for (int i = 0; i < kPart; ++i) {
+                    int low[4] = {}, high[4] = {};
 #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
-                        word[i][r][k] = load_word<decltype(words)::value>(from, 4 * k + t, bytes);
-                    }
-                }
-            }
-        };
-        load(0);
-        score_centres();
-        uint4 b[kSteps][4];
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
+                        for (int s = 0; s < 4; ++s) {
+                            unsigned a[4];
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                b[k][s] = digits[(((row * tiles + head_tile) * kSteps + k) * 4 + s) * 32 + lane];
-            }
-        }
-#pragma unroll 1
-        for (int first_tile = 0; first_tile < kTiles; first_tile += kInFlight) {
-            if (first_tile > 0) load(first_tile);
+                            for (int u = 0; u < 2; ++u) {
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                int low[4] = {}, high[4] = {};
-#pragma unroll
-                for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-                    for (int s = 0; s < 4; ++s) {
-                        unsigned a[4];
-#pragma unroll
-                        for (int u = 0; u < 2; ++u) {
-#pragma unroll
-                            for (int r = 0; r < 2; ++r) a[2 * u + r] = word[i][r][k] >> (2 * s + u) & 0x01010101u;
+                                for (int r = 0; r < 2; ++r) a[2 * u + r] = word[i][r][k] >> (2 * s + u) & 0x01010101u;
+                            }
+                            multiply(low, a, b[k][s].x, b[k][s].y);
+                            multiply(high, a, b[k][s].z, b[k][s].w);
                         }
-                        multiply(low, a, b[k][s].x, b[k][s].y);
-                        multiply(high, a, b[k][s].z, b[k][s].w);
+                    }
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const unsigned product = combine(low[2 * r], low[2 * r + 1], high[2 * r]);
+                        const float sum = static_cast<float>(static_cast<int>(2 * product - total));
+                        x[first_tile + i][r] = sum * scale_of[warp][(first_tile + i) * kTile + r * 8 + g];
                     }
                 }
+            };
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int token = own + (first_tile + i) * kTile + r * 8 + g;
-                    const unsigned product = combine(low[2 * r], low[2 * r + 1], high[2 * r]);
-                    const float sum = static_cast<float>(static_cast<int>(2 * product - total));
-                    float logit = -INFINITY;
-                    if (token >= first && token < end) {
-                        logit = sum * step * Float16::widen(token_scale[i][r]) + offsets[(token >> shift) - first_centre][t];
+            for (int first_tile = 0; first_tile < kTiles; first_tile += 2 * kPart) {
+                load(odd, origin + (first_tile + kPart) * kTile);
+                multiply_part(even, first_tile);
+                const int next = first_tile + 2 * kPart;
+                load(even, next < kTiles ? origin + next * kTile : (unit + kWarps) * unit_tokens);
+                multiply_part(odd, first_tile + kPart);
+            }
+
+            // ---- the unit's softmax ----
+            const auto each = [&](auto body) {
+#pragma unroll
+                for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) body(x[i][r], i * kTile + r * 8 + g);
+                }
+            };
+            // Where all tokens have one centre, what it adds to their logits cancels. (A step of 0 has no other x than 0.)
+            const int centre = (origin >> shift) - first_centre;
+            float factor = step == 0 ? 1.0f : step, offset = offsets[centre][t];
+            if (centre != (origin + kUnit - 1 >> shift) - first_centre) {
+                each([&](float& logit, int i) { logit = logit * step + offsets[(origin + i >> shift) - first_centre][t]; });
+                factor = 1, offset = 0;
+            }
+            if (origin < begin || origin + kUnit > stop) {
+                each([&](float& logit, int i) {
+                    if (origin + i < begin || origin + i >= stop) logit = -INFINITY;
+                });
+            }
+            float largest = -INFINITY, sum = 0;
+            each([&](float logit, int) { largest = fmaxf(largest, logit); });
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
+            const float top = largest == -INFINITY ? 0.0f : largest * factor;
+            each([&](float logit, int i) {
+                const float weight = exp2_of(logit * factor - top);
+                weight_of[warp][t][i] = weight;
+                sum += weight;
+            });
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAll, sum, lanes);
+            if (g == 0 && t < heads) {
+                partials[(first_head + t) * units_ + unit] =
+                    make_float2(largest == -INFINITY ? largest : top + offset, sum);
+            }
+            __syncwarp();
+
+            // ---- sums over items ----
+            const int first_item = unit * unit_items, count = min(unit_items, items - first_item);
+            for (int h = 0; h < heads; ++h) {
+                float* const out = weights + (first_head + h) * items_ + first_item;
+                for (int i = lane; i < count; i += 32) {
+                    float weight = 0;
+                    for (int token = i * page_size; token < (i + 1) * page_size; ++token) {
+                        weight += weight_of[warp][h][token];
                     }
-                    mine[(first_tile + i) * kTile + r * 8] = logit;
-                    largest = fmaxf(largest, logit);
+                    out[i] = weight;
                 }
             }
         }
@@ -214,42 +291,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) score_rabitq(
         score(Constant<2>{}, Constant<true>{});
     } else {
         score(Constant<2>{}, Constant<false>{});
-    }
-
-    // ---- the chunk's softmax ----
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
-    if (g == 0) per_warp[warp][t] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, per_warp[w][t]);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-        const float weight = power(mine[i * 8], largest);
-        mine[i * 8] = weight;
-        sum += weight;
-    }
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAll, sum, lanes);
-    __syncthreads();  // Every warp has read the maxima, and written its weights.
-    if (g == 0) per_warp[warp][t] = sum;
-    __syncthreads();
-    if (warp == 0 && g == 0 && t < heads) {
-        sum = 0;
-        for (int w = 0; w < kWarps; ++w) sum += per_warp[w][t];
-        partials[(first_head + t) * chunks_ + chunk] = make_float2(largest, sum);
-    }
-
-    // ---- sums over items ----
-    const int first_item = chunk * chunk_items;
-    const int count = min(chunk_items, static_cast<int>(items_) - first_item);
-    for (int h = 0; h < heads; ++h) {
-        float* const out = weights + (first_head + h) * items_ + first_item;
-        for (int i = threadIdx.x; i < count; i += kThreads) {
-            float weight = 0;
-            for (int token = i * page_size; token < (i + 1) * page_size; ++token) weight += held[h][token];
-            out[i] = weight;
-        }
     }
 }

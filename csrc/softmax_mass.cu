@@ -8,17 +8,16 @@
 //
 // A head whose sum is not a positive number (nothing to attend to, a NaN, +inf) counts as 0.
 //
-// Shape. 256 threads take 512 items of a row. Shared memory: 8 bytes a query head.
+// Shape. A block of 256 threads takes an equal share of a row's items. Shared memory: 8 bytes a query head.
 //
-// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 128 chunks 1, twice; 8 MiB of weights, which
-// the first half has left in L2, 2. About 6 for 65536 items, 5 for 4096.
+// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 1024 chunks 1.5, then once more from L1 0.5; 8
+// MiB of weights, which the first half has left in L2, 2. About 6 for 65536 items, 5 for 4096 of 32 chunks.
 
 #include "warp.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kItems = 512;  // A block, as in `ops.cuda`.
 
 }  // namespace
 
@@ -28,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) softmax_mass(
 ) {
     const int group = static_cast<int>(group_), items = static_cast<int>(items_), chunks = static_cast<int>(chunks_);
     const unsigned row = blockIdx.x / static_cast<unsigned>(row_blocks);
-    const int first = (blockIdx.x - row * static_cast<unsigned>(row_blocks)) * kItems;
+    const int share = (items + static_cast<int>(row_blocks) - 1) / static_cast<int>(row_blocks);
+    const int first = (blockIdx.x - row * static_cast<unsigned>(row_blocks)) * share;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     weights += row * group_ * items_;
     partials += row * group_ * chunks_;
@@ -38,17 +38,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) softmax_mass(
     for (int head = warp; head < group; head += kThreads / 32) {
         const float2* const mine = partials + static_cast<long long>(head) * chunks;
         float largest = -INFINITY, sum = 0;
-#pragma unroll 4
+#pragma unroll 16
         for (int c = lane; c < chunks; c += 32) largest = fmaxf(largest, mine[c].x);
         largest = warp_max(largest);
-#pragma unroll 4
+#pragma unroll 8
         for (int c = lane; c < chunks; c += 32) sum += mine[c].y * power(mine[c].x, largest);
         sum = warp_sum(sum);
         if (lane == 0) norms[head] = make_float2(largest, sum > 0 && sum < INFINITY ? 1 / sum : 0.0f);
     }
     __syncthreads();
 
-    const int end = min(items, first + kItems);
+    const int end = min(items, first + share);
     for (int i = first + threadIdx.x; i < end; i += kThreads) {
         const int chunk = i / static_cast<int>(chunk_items);
         float score = 0;

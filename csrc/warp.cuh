@@ -19,7 +19,14 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// 2^x; 0 where that is no normal number.
+__device__ __forceinline__ float exp2_of(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
 // 2^(x - largest), where `largest` may be -inf if every x is.
 __device__ __forceinline__ float power(float x, float largest) {
-    return exp2f(x - (largest == -INFINITY ? 0.0f : largest));
+    return exp2_of(x - (largest == -INFINITY ? 0.0f : largest));
 }

@@ -209,7 +209,7 @@ CASES = [
     Case("rabitq", 1, 5, 192, 1023, 3, F32),
     Case("rabitq", 1, 7, 96, 1025, 32, F16),
     Case("rabitq", 2, 2, 80, 1500, 5, BF16),
-    Case("rabitq", 1, 3, 16, 2500, 1000, F32),
+    Case("rabitq", 1, 3, 16, 2500, 100, F32),
 ]
 LARGE = [Case("quest", 2, 4, 128, 131072, 32, BF16), Case("rabitq", 2, 4, 128, 131072, 2, BF16)]
 
@@ -511,3 +511,10 @@ def test_launch_shapes(clusters, multiprocessors):
             assert blocks == 1 or blocks * rows <= multiprocessors
             shared = heuristics.top_k_shared_bytes(items, blocks)
             assert shared in (0, 4096 * -(-items // (1024 * blocks))) and shared <= 4 * heuristics.HELD_SCORES
+            assert 1 <= heuristics.mass_blocks(rows, items, multiprocessors) <= -(-items // 256)
+            for unit_tokens in (65, 128):
+                units = -(-items // unit_tokens)
+                run = heuristics.rabitq_run(rows, units, unit_tokens, multiprocessors)
+                assert run >= 1 and run * unit_tokens <= heuristics.RABITQ_RUN
+                fits = rows * -(-units // run) <= heuristics.RABITQ_BLOCKS * multiprocessors + rows
+                assert fits or (run + 1) * unit_tokens > heuristics.RABITQ_RUN

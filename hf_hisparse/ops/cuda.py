@@ -33,7 +33,9 @@ from hf_hisparse.ops.heuristics import (
     SwapInShape,
     append_threads,
     direct_blocks,
+    mass_blocks,
     pieces,
+    rabitq_run,
     swap_in_shape,
     top_k_blocks,
     top_k_shared_bytes,
@@ -478,12 +480,10 @@ _HEADS = 4
 """Query heads that a block scores, as `kHeads` in the sources."""
 _QUEST_CHUNK = 128
 """Pages that a block scores, as `kPages` in score_quest.cu."""
-_RABITQ_CHUNK = 1024
-"""Tokens that a block scores, as `kChunk` in score_rabitq.cu."""
+_RABITQ_UNIT = 128
+"""Tokens that a warp scores at once, as `kUnit` in score_rabitq.cu."""
 _RABITQ_WIDTH = 256
 """The widest query, as `kWidth` in rotate_query.cu."""
-_MASS_ITEMS = 512
-"""Items of a block, as `kItems` in softmax_mass.cu."""
 
 
 def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
@@ -551,7 +551,7 @@ def _softmax_mass(weights: Tensor, partials: Tensor, chunk_items: int) -> Tensor
     """The second half of a score: `[rows, items]` from `[rows, group, items]` and `[rows, group, chunks, 2]`."""
     rows, group, items = weights.shape
     scores = weights.new_empty(rows, items)
-    row_blocks = -(-items // _MASS_ITEMS)
+    row_blocks = mass_blocks(rows, items, _device(weights.device.index)[0])
     _launch(
         _kernel("softmax_mass", weights.device.index),
         rows * row_blocks,
@@ -704,8 +704,8 @@ def score_rabitq(
         reason = f"score_rabitq takes no {query.dtype} queries with {centres.dtype} keys"
     elif width > _RABITQ_WIDTH:
         reason = f"score_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
-    elif page_size > _RABITQ_CHUNK:
-        reason = f"score_rabitq takes pages of at most {_RABITQ_CHUNK} tokens, not of {page_size}"
+    elif page_size > _RABITQ_UNIT:
+        reason = f"score_rabitq takes pages of at most {_RABITQ_UNIT} tokens, not of {page_size}"
     if _falls_back(query.device, reason):
         with reference.score_rabitq.set_kernel_enabled("cuda", enabled=False):
             return reference.score_rabitq(
@@ -736,13 +736,14 @@ def score_rabitq(
         raise ValueError(f"score_rabitq: {items} items of {page_size} tokens are more than 2^30 tokens")
     if rows * group * items == 0:
         return query.new_zeros(rows, items, dtype=torch.float32)
-    chunk_items = _RABITQ_CHUNK // page_size
-    chunks, tiles = -(-items // chunk_items), -(-group // _HEADS)
+    unit_items = _RABITQ_UNIT // page_size
+    units, tiles = -(-items // unit_items), -(-group // _HEADS)
+    run_units = rabitq_run(rows * tiles, units, unit_items * page_size, _device(device.index)[0])
     steps = 1 if width <= 128 and width % 32 == 0 else 2
     digits = torch.empty(rows, tiles, steps, 4, 32, 4, dtype=torch.int32, device=device)
     levels = torch.empty(rows, group, 2, dtype=torch.int32, device=device)
     weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
-    partials = torch.empty(rows, group, chunks, 2, dtype=torch.float32, device=device)
+    partials = torch.empty(rows, group, units, 2, dtype=torch.float32, device=device)
     _launch(
         _kernel("rotate_query", device.index),
         rows * tiles,
@@ -760,7 +761,7 @@ def score_rabitq(
     )
     _launch(
         _kernel("score_rabitq", device.index),
-        rows * tiles * chunks,
+        rows * tiles * -(-units // run_units),
         256,
         0,
         query.data_ptr(),
@@ -783,9 +784,10 @@ def score_rabitq(
         lengths.data_ptr(),
         weights.data_ptr(),
         partials.data_ptr(),
-        chunks,
+        units,
+        run_units,
     )
-    return _softmax_mass(weights, partials, chunk_items)
+    return _softmax_mass(weights, partials, unit_items)
 
 
 def _launch(kernel: Kernel, *arguments: Any, cluster: int = 1) -> None:

@@ -20,6 +20,12 @@ WARPS = 16
 """Copying warps of such a block where a whole warp copies an item: as many bytes under way."""
 MAX_CLUSTER = 8
 """Blocks a cluster that every device with clusters can run."""
+RABITQ_BLOCKS = 3
+"""Blocks of the RaBitQ scoring kernel that run on a multiprocessor at once."""
+RABITQ_RUN = 4096
+"""Tokens that one of them scores at most, as `kRun` in its source."""
+MASS_BLOCKS = 4
+"""Blocks of the kernel that completes a score, a multiprocessor: each reads all partial sums of its row."""
 HELD_SCORES = 16384
 """Scores that a block of the top-k kernel keeps in shared memory, as `kHeld` in its source."""
 
@@ -99,3 +105,20 @@ def top_k_shared_bytes(items: int, blocks: int) -> int:
     """Dynamic shared memory of the top-k kernel: its scores, if they fit."""
     each = -(-items // (blocks * MAX_THREADS)) * MAX_THREADS
     return 4 * each if each <= HELD_SCORES else 0
+
+
+def rabitq_run(rows: int, units: int, unit_tokens: int, multiprocessors: int) -> int:
+    """Units that a block of the RaBitQ scoring kernel takes: as few as let all blocks run at once.
+
+    Args:
+        rows: Rows, times the blocks that a row's query heads take.
+        units, unit_tokens: Units of a row, and tokens of one.
+        multiprocessors: Of the device.
+    """
+    even = -(-rows * units // (RABITQ_BLOCKS * multiprocessors))
+    return max(1, min(even, RABITQ_RUN // unit_tokens))
+
+
+def mass_blocks(rows: int, items: int, multiprocessors: int) -> int:
+    """Blocks a row of the kernel that completes a score: enough to fill the device, of an item a thread or more."""
+    return max(1, min(-(-items // 256), MASS_BLOCKS * multiprocessors // rows))
