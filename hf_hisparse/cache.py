@@ -141,9 +141,9 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    With `max_cache_len`, on a CUDA device, decode steps are captured in a CUDA graph and replayed, with `compile=True`
-    over decoder layers that are compiled. What cannot be captured, or compiled, runs as it does without, with a warning
-    that says why.
+    On a CUDA device decode steps are captured in a CUDA graph and replayed, and captured anew where the history outgrows
+    its memory, which with `max_cache_len` it never does; with `compile=True` the graph is of decoder layers that are
+    compiled. What cannot be captured, or compiled, runs as it does without, with a warning that says why.
 
     Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
     classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
@@ -192,8 +192,7 @@ class HierarchicalSparseCache(Cache):
         """While a forward is under way: the length before it, and the sliding windows as they were."""
         self._lost = False
         self._recording = False
-        graphed = self.config.max_cache_len is not None and self.config.cuda_graph
-        self.graphed = GraphedForward(compiles=self.config.compile) if graphed else None
+        self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
         device = next(model.parameters()).device
         if self.config.compile and device.type != "cuda":
             logger.warning_once(
@@ -571,6 +570,17 @@ class HierarchicalSparseCache(Cache):
     def has_other_layers(self) -> bool:
         """Whether there are layers of transformers' own."""
         return not all(isinstance(layer, HierarchicalLayer) for layer in self.layers)
+
+    def make_room(self, tokens: int) -> None:
+        """Has room for `tokens` more tokens in all layers, for which buffers may move.
+
+        Raises:
+            MemoryError: If the host memory cannot be had; the history is intact.
+        """
+        # Where `max_cache_len` is given there is all that will be held.
+        if self.config.max_cache_len is None:
+            for _, layer in self._hierarchical:
+                layer.coordinator.reserve(tokens)
 
     def layout(self) -> Hashable:
         """Equal for as long as all buffers of a decode step lie where they are.

@@ -27,11 +27,10 @@ class HiSparseConfig:
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
         max_cache_len: The longest history, prompt and new tokens together, that will be held. Its memory is then had
-            when the first tokens come, so that running out is found before anything is generated; every shape of a
-            decode step is constant, which a CUDA graph needs; and what would pass it is refused. None: the history
-            grows as it comes.
-        cuda_graph: Where `max_cache_len` is given, on a CUDA device, decode steps are captured in a CUDA graph and
-            replayed. False: never.
+            when the first tokens come, so that running out is found before anything is generated; a CUDA graph is
+            captured once; and what would pass it is refused. None: the history grows as it comes.
+        cuda_graph: Whether on a CUDA device decode steps are captured in a CUDA graph and replayed. A history that
+            outgrows its memory is captured anew.
         compile: Whether that graph is of decoder layers compiled by `torch.compile`: one compilation for all that are
             alike, when the first step is about to be captured. It fuses the many small operations of a layer, which may
             change their results by a rounding. Prompts, and steps that are not captured, are never compiled.

@@ -54,8 +54,8 @@ class SparseCoordinator:
         layout: Makes the item layout from the widths of the parts.
         algorithm: Makes the layer's selection method.
         backend: How to attend.
-        capacity: Tokens that there is room for as soon as the history goes to a memory. Up to there no tensor of a
-            decode step moves or changes its shape. None: room for the present length, which grows.
+        capacity: Tokens that there is room for as soon as the history goes to a memory. None: room for the present
+            length, which grows.
     """
 
     layers = 1
@@ -84,12 +84,14 @@ class SparseCoordinator:
         self._reserved: Memory | None = None
         """An empty memory: for a history that is still dense but may become `capacity` tokens long, or the next one."""
         self.length = self.batch = self.heads = 0
+        self.room = 0
+        """Tokens up to which no tensor of a decode step moves or changes its shape."""
         self.recent: tuple[Tensor, ...] | None = None
         self.algorithm: Any = algorithm()
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
-        self.length = self.batch = self.heads = 0
+        self.length = self.batch = self.heads = self.room = 0
         self.recent = None
         self.memory, self._reserved = None, self.memory or self._reserved
         if self._reserved is not None:
@@ -115,7 +117,8 @@ class SparseCoordinator:
             new._reserved = self._reserved.fork(0, self.capacity, self.layers)
         if self.memory is not None:
             new.memory = self.memory.fork(self.length, self.capacity, self.layers)
-            new.starts, new.lengths, new.serial = self.starts.clone(), self.lengths.clone(), next(self._serials)
+            new.starts, new.lengths = self.starts.clone(), self.lengths.clone()
+            new._make_room(self.length)
         return new
 
     def state(self) -> tuple[dict[str, Pieces], dict[str, Any]]:
@@ -150,7 +153,7 @@ class SparseCoordinator:
             like = torch.empty((), dtype=tensors["items"].dtype, device=device)
             memory = self._empty_memory(tuple(like.expand(*shape, width) for width in facts["widths"]))
             memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
-            self._reserved, self.memory, self.serial = None, memory, next(self._serials)
+            self._reserved, self.memory = None, memory
             self.starts, self.lengths = moved["starts"], moved["lengths"]
         elif facts["length"]:
             self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
@@ -159,7 +162,7 @@ class SparseCoordinator:
         prefix = "representation."
         self.algorithm.restore({k.removeprefix(prefix): v for k, v in moved.items() if k.startswith(prefix)})
         if self.memory is not None:
-            self.algorithm.reserve(self._room(facts["length"]))
+            self._make_room(facts["length"])
         self.length, self.batch, self.heads = facts["length"], facts["batch"], facts["heads"]
 
     def __deepcopy__(self, memo: Any) -> SparseCoordinator:
@@ -205,9 +208,6 @@ class SparseCoordinator:
         alone: all that it asks of the host is to be counted (`advance`)."""
         return tokens == 1 and self.memory is not None
 
-    def _room(self, tokens: int) -> int:
-        return max(tokens, self.capacity)
-
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:
@@ -215,10 +215,18 @@ class SparseCoordinator:
             self._reserve(self.length + tokens)
 
     def _reserve(self, tokens: int) -> None:
-        # There is room for `capacity` tokens from the beginning.
+        # There is memory for `capacity` tokens from the beginning.
         if tokens > self.capacity:
             self.memory.reserve(tokens, self.layers)
-            self.algorithm.reserve(tokens)
+        if tokens > self.room:
+            self._make_room(tokens)
+
+    def _make_room(self, tokens: int) -> None:
+        """Fixes the shapes of decode steps: for `tokens` tokens, and as many more as there happens to be memory for,
+        up to a quarter. Every step scores all that there is room for."""
+        room = min(self.memory.room, max(tokens + tokens // 4, self.capacity))
+        self.algorithm.reserve(room)
+        self.room, self.serial = room, next(self._serials)
 
     def extend(self, parts: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
         """Adds any number of tokens and returns the whole history with them, `[batch, heads, tokens, width]` parts.
@@ -275,11 +283,11 @@ class SparseCoordinator:
         starts = first_tokens(mask, batch, parts[0].device)
         memory = self._make_memory(parts)
         self.batch, self.heads, self.recent, self._reserved = batch, heads, None, None
-        self.memory, self.serial = memory, next(self._serials)
+        self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self.lengths = torch.zeros_like(self.starts)
         self._store(parts, 0, starts)
-        self.algorithm.reserve(self._room(parts[0].shape[2]))
+        self._make_room(parts[0].shape[2])
 
     def _make_memory(self, parts: Sequence[Tensor]) -> Memory:
         """An empty memory for a history of such parts, with room for them and for `capacity` tokens.
@@ -287,7 +295,7 @@ class SparseCoordinator:
         Raises `MemoryError` if there is none.
         """
         memory = self._empty_memory(parts)
-        memory.reserve(self._room(parts[0].shape[2]), self.layers)
+        memory.reserve(max(parts[0].shape[2], self.capacity), self.layers)
         return memory
 
     def _empty_memory(self, parts: Sequence[Tensor]) -> Memory:
@@ -323,7 +331,7 @@ class SparseCoordinator:
             if self.capacity > self.top_k:
                 self.memory.cut(0, self.capacity, self.layers)
                 self._reserved = self.memory
-            self.memory = None
+            self.memory, self.room = None, 0
             self.algorithm.forget()
 
     # ---- the decode step ---------------------------------------------------------------------------------------------
@@ -356,7 +364,7 @@ class SparseCoordinator:
             are with the new ones, or there is room for.
         """
         if self.decodes(tokens):
-            return self.starts, self.lengths, self._room(self.length + 1)
+            return self.starts, self.lengths, max(self.room, self.length + 1)
         assert mask is not None
         # Where attention is dense it is masked by itself.
         starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
@@ -364,7 +372,7 @@ class SparseCoordinator:
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
-        items = self.memory.layout.items(self._room(self.length))
+        items = self.memory.layout.items(max(self.room, self.length))
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
@@ -401,7 +409,7 @@ class SparseCoordinator:
             self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
         else:
             if self.memory.cut(length, self.capacity, self.layers):
-                self.serial = next(self._serials)
+                self._make_room(length)
             start = self._aligned(length - 1)
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)

@@ -50,6 +50,9 @@ class Stepping(Protocol):
     def replays(self, tokens: int, device: torch.device) -> bool:
         """Whether a forward of so many new tokens on a device is a decode step, which the device takes alone."""
 
+    def make_room(self, tokens: int) -> None:
+        """Has room for so many more tokens, for which buffers may move."""
+
     def layout(self) -> Hashable:
         """Equal for as long as the buffers of a decode step lie where they are. Raises `Uncapturable` if they move."""
 
@@ -184,6 +187,7 @@ class GraphedForward:
             if not isinstance(tokens, Tensor) or not cache.replays(tokens.shape[1], tokens.device):
                 return forward(*args, **kwargs)
             inputs, settings = separate(given)
+            cache.make_room(tokens.shape[1])
             key = (
                 tuple((name, value.shape, value.dtype, value.device) for name, value in inputs.items()),
                 tuple(settings.items()),

@@ -143,7 +143,7 @@ class Rerun:
             coordinator.length = length
 
 
-def graphed(model: nn.Module, options: dict[str, Any], longest: int = 300) -> HierarchicalSparseCache:
+def graphed(model: nn.Module, options: dict[str, Any], longest: int | None = 300) -> HierarchicalSparseCache:
     """A cache whose decode steps are recorded and run again."""
     cache = HierarchicalSparseCache(model, **options, max_cache_len=longest)
     cache.graphed = GraphedForward(Rerun(cache))
@@ -191,6 +191,30 @@ def test_room_for_more_changes_no_bit(tiny, kind, prompt, new):
     for room in (longest, longest + 1, 2 * longest + 37, 1500):
         cache = HierarchicalSparseCache(model, **options, max_cache_len=room)
         assert same_bits(decode(model, ids, cache, prompt, mask), grown)
+
+
+def test_a_history_that_outgrows_its_memory_is_captured_anew(tiny, kind, monkeypatch):
+    """What `Rerun` replays must find every tensor where it was; in between, room is made and the steps are recorded."""
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(host_store, "GROWTH_BYTES", 4096)
+    name, options = MODELS[kind]
+    model = tiny(name)
+    caches = graphed(model, options, None), HierarchicalSparseCache(model, **options, cuda_graph=False)
+    for cache in caches:
+        prefill(model, random_ids(2, 120), cache)
+    rooms = set()
+    for t in range(60):
+        token = random_ids(2, 1, seed=t)
+        assert same_bits(step(model, token, caches[0]), step(model, token, caches[1]))
+        rooms.add(tuple(coordinator.room for coordinator in coordinators(caches[0])))
+    runs = caches[0].graphed
+    assert 1 < runs.captured <= len(rooms) and runs.replayed >= 60 - 2 * len(rooms)
+    caches[0].crop(-50)
+    caches[1].crop(-50)
+    follow(model, caches, 5)
+    other = caches[0].fork()
+    follow(model, (other, caches[0].fork()), 5)
+    follow(model, caches, 3, seed=2)
 
 
 @pytest.mark.parametrize("n", [1, 7, 40, 257])
@@ -277,8 +301,10 @@ def test_a_step_reads_nothing_back_and_is_the_same_list_of_operations(kind, padd
         assert sum("hf_hisparse.swap_in" in name for name in names) == len(cache.layers)
 
 
-def test_without_room_the_operations_grow(tiny):
+def test_without_room_the_operations_grow(tiny, monkeypatch):
     """So that the test above can fail."""
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 1)
+    monkeypatch.setattr(host_store, "GROWTH_BYTES", 1)
     lists = watched(tiny("llama"), HierarchicalSparseCache(tiny("llama"), **GQA), random_ids(3, 260), None)
     assert lists[0] != lists[1]
 

@@ -24,6 +24,11 @@ class Memory(ABC):
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Tokens that fit as it is. Up to there no tensor moves."""
+
     @abstractmethod
     def reserve(self, tokens: int, layers: int = 1) -> None:
         """Makes room for a history of `tokens` tokens.

@@ -27,6 +27,10 @@ class HierarchicalMemory(Memory):
         self.store = HostStore(rows, layout.elements, dtype, device)
         self.buffer = DeviceBuffer(rows, slots, layout, self.store)
 
+    @property
+    def room(self) -> int:
+        return self.store.capacity * self.layout.page_size
+
     def reserve(self, tokens: int, layers: int = 1) -> None:
         self.store.reserve(self.layout.items(tokens), layers)
         self.buffer.reserve()

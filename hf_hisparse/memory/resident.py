@@ -18,6 +18,10 @@ class ResidentMemory(Memory):
         super().__init__(*args, **kwargs)
         self.buffer = torch.zeros(self.rows, 0, self.layout.elements, dtype=self.dtype, device=self.device)
 
+    @property
+    def room(self) -> int:
+        return self.buffer.shape[1] * self.layout.page_size
+
     def reserve(self, tokens: int, layers: int = 1) -> None:
         items = self.layout.items(tokens)
         held = self.buffer.shape[1]
