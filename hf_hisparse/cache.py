@@ -141,9 +141,9 @@ class HierarchicalSparseCache(Cache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    On a CUDA device decode steps are captured in a CUDA graph and replayed, and captured anew where the history outgrows
-    its memory, which with `max_cache_len` it never does; with `compile=True` the graph is of decoder layers that are
-    compiled. What cannot be captured, or compiled, runs as it does without, with a warning that says why.
+    On a CUDA device decode steps are captured in a CUDA graph and replayed, and captured anew where the history
+    outgrows its memory, which with `max_cache_len` it never does. With `compile=True` the graph is of decoder layers
+    that are compiled. What cannot be captured, or compiled, runs as it does without, with a warning that says why.
 
     Full-attention layers become hierarchical; sliding-window and linear-attention layers keep transformers' own
     classes. A prompt is attended to densely and exactly. A decode step attends to `top_k` tokens a KV head, chosen by
