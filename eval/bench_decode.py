@@ -3,8 +3,9 @@
 `model.generate` continues a random prompt over one cache after the other, in one process:
 
 - `hierarchical`: the history in host memory, a working set on the device, decode steps in a CUDA graph;
-- `compiled`: the same with `compile=True`;
-- `eager`: the same without a graph;
+- `growing`: the same without a `max_cache_len`;
+- `compiled`: with one and `compile=True`;
+- `eager`: without a graph;
 - `resident`: the same selection and attention with the whole history on the device, which is what the copies cost;
 - `no-io`: the hierarchical cache without its copies (the tokens are wrong then), what the mechanism costs;
 - `dynamic`, `offloading`: transformers' `DynamicCache`, and the same with every layer fetched from host memory;
@@ -118,10 +119,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 CACHES: dict[str, Callable[[Any, int, dict[str, Any]], Cache]] = {
     "hierarchical": lambda model, length, options: HierarchicalSparseCache(model, **options, max_cache_len=length),
+    "growing": lambda model, length, options: HierarchicalSparseCache(model, **options),
     "compiled": lambda model, length, options: HierarchicalSparseCache(
         model, **options, max_cache_len=length, compile=True
     ),
-    "eager": lambda model, length, options: HierarchicalSparseCache(model, **options),
+    "eager": lambda model, length, options: HierarchicalSparseCache(model, **options, cuda_graph=False),
     "resident": lambda model, length, options: HierarchicalSparseCache(
         model, **options, max_cache_len=length, offload=False
     ),
@@ -307,10 +309,20 @@ class Bench:
         new_tokens, repeat: Tokens that a run generates, and timed runs a row.
         options: As for `HierarchicalSparseCache`.
         overlap: See `Overlapping`; None for the algorithm's own selection.
+        chunk: Tokens of the prompt that are read at once; None for all.
     """
 
-    def __init__(self, model: Any, new_tokens: int, repeat: int, options: dict[str, Any], overlap: float | None):
+    def __init__(
+        self,
+        model: Any,
+        new_tokens: int,
+        repeat: int,
+        options: dict[str, Any],
+        overlap: float | None = None,
+        chunk: int | None = None,
+    ):
         self.model, self.new_tokens, self.repeat, self.options = model, new_tokens, repeat, options
+        self.chunk = chunk
         self.device: torch.device = model.device
         self.overlap = overlap
         self.weights_bytes = nbytes((*model.parameters(), *model.buffers()), self.device)
@@ -424,6 +436,7 @@ class Bench:
             eos_token_id=None,
             pad_token_id=0,
             logits_processor=LogitsProcessorList(processors),
+            prefill_chunk_size=self.chunk,
             **{cache_argument(self.model): cache},
         )
 
@@ -520,6 +533,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--overlap", type=float, help="share of a selection that the next one keeps (default: the model's)"
     )
+    parser.add_argument("--prefill-chunk-size", type=int, help="tokens of the prompt that are read at once")
     parser.add_argument("--memory-budget", type=float, help="GiB of the device that may be used, as of a smaller one")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--buffer-size", type=int, help="tokens on the device a KV head")
@@ -556,7 +570,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = make_model(args.model, device, dtype)
     except torch.OutOfMemoryError as error:
         raise SystemExit(f"{args.model}: the weights alone do not fit ({error})") from error
-    bench = Bench(model, args.new_tokens, args.repeat, options, args.overlap)
+    bench = Bench(model, args.new_tokens, args.repeat, options, args.overlap, args.prefill_chunk_size)
     print(f"{args.model}, {str(dtype).removeprefix('torch.')}: {bench.weights_bytes / 2**30:.2f} GiB of weights\n")
 
     settings = [(context, batch, name) for batch in args.batch for context in args.context for name in names]
@@ -568,6 +582,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "selection": "the algorithm's" if args.overlap is None else f"{args.overlap:.0%} kept from step to step",
         "memory_budget_gib": args.memory_budget,
+        "prefill_chunk_size": args.prefill_chunk_size,
         "repeat": args.repeat,
         **options,
     }
