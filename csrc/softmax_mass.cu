@@ -8,16 +8,17 @@
 //
 // A head whose sum is not a positive number (nothing to attend to, a NaN, +inf) counts as 0.
 //
-// Shape. A block of 256 threads takes an equal share of a row's items. Shared memory: 8 bytes a query head.
+// Shape. A block of 256 threads takes an equal share of a row's items. Shared memory: 8 bytes a query head, and 8 for each
+// of its warps.
 //
-// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 1024 chunks 1.5, then once more from L1 0.5; 8
-// MiB of weights, which the first half has left in L2, 2. About 6 for 65536 items, 5 for 4096 of 32 chunks.
+// Cost, predicted (H200, 8 rows of 4 heads, us): launch 2; the partials of 1024 chunks 1.5; 8 MiB of weights, which the
+// first half has left in L2, 2. About 6 for 65536 items, 5 for 4096 of 32 chunks.
 
 #include "warp.cuh"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 }  // namespace
 
@@ -34,17 +35,31 @@ extern "C" __global__ void __launch_bounds__(kThreads) softmax_mass(
     partials += row * group_ * chunks_;
     scores += row * items_;
 
-    extern __shared__ float2 norms[];  // Of every head M and 1 / S.
-    for (int head = warp; head < group; head += kThreads / 32) {
+    // Of every head M and 1 / S; behind them, of every warp that sums a share of a head's chunks, its own M and S.
+    extern __shared__ float2 norms[];
+    float2* const parts = norms + group;
+    const int warps = max(1, kWarps / group);  // A head.
+    for (int part = warp; part < group * warps; part += kWarps) {
+        const int head = part / warps;
         const float2* const mine = partials + static_cast<long long>(head) * chunks;
         float largest = -INFINITY, sum = 0;
-#pragma unroll 16
-        for (int c = lane; c < chunks; c += 32) largest = fmaxf(largest, mine[c].x);
-        largest = warp_max(largest);
 #pragma unroll 8
-        for (int c = lane; c < chunks; c += 32) sum += mine[c].y * power(mine[c].x, largest);
-        sum = warp_sum(sum);
-        if (lane == 0) norms[head] = make_float2(largest, sum > 0 && sum < INFINITY ? 1 / sum : 0.0f);
+        for (int c = (part - head * warps) * 32 + lane; c < chunks; c += 32 * warps) {
+            const float2 chunk = mine[c];
+            const float larger = fmaxf(largest, chunk.x);
+            sum = sum * power(largest, larger) + chunk.y * power(chunk.x, larger);
+            largest = larger;
+        }
+        const float top = warp_max(largest);
+        sum = warp_sum(sum * power(largest, top));
+        if (lane == 0) parts[part] = make_float2(top, sum);
+    }
+    __syncthreads();
+    for (int head = threadIdx.x; head < group; head += kThreads) {
+        float largest = -INFINITY, sum = 0;
+        for (int w = 0; w < warps; ++w) largest = fmaxf(largest, parts[head * warps + w].x);
+        for (int w = 0; w < warps; ++w) sum += parts[head * warps + w].y * power(parts[head * warps + w].x, largest);
+        norms[head] = make_float2(largest, sum > 0 && sum < INFINITY ? 1 / sum : 0.0f);
     }
     __syncthreads();
 

@@ -105,11 +105,12 @@ def plan(rows: int, heads: int, tokens: int, widths: Widths, itemsize: int, devi
         size, stages, shared_bytes = tile
         blocks = -(-heads // block)
         room = device.multiprocessors * min(2, device.shared_bytes // shared_bytes)
-        # As many programs as run at once, of 128 tokens or more.
-        splits = max(1, min(room // (rows * blocks), tokens // 128))
+        # As many programs as run at once, of 64 tokens or more: one tile after another waits for memory twice.
+        splits = max(1, min(room // (rows * blocks), tokens // 64))
         count = -(-tokens // size)
         tiles = -(-count // splits)
         splits = -(-count // tiles)
+        stages = stages if tiles > 1 else 1
         programs = rows * blocks * splits
         reads = rows * blocks * tokens * widths.elements * itemsize
         scratch = 0 if splits == 1 else 8 * programs * block * widths.value

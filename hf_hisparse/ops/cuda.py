@@ -556,7 +556,7 @@ def _softmax_mass(weights: Tensor, partials: Tensor, chunk_items: int) -> Tensor
         _kernel("softmax_mass", weights.device.index),
         rows * row_blocks,
         256,
-        8 * group,
+        8 * (group + max(group, 8)),
         weights.data_ptr(),
         partials.data_ptr(),
         scores.data_ptr(),
