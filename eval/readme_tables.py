@@ -125,7 +125,8 @@ def kernels() -> str:
 
 
 CACHES = {
-    "hierarchical": "this one",
+    "hierarchical": "this one, `max_cache_len`",
+    "growing": "this one",
     "compiled": "this one, `compile=True`",
     "eager": "this one, no CUDA graph",
     "resident": "its selection, whole history on the GPU",
@@ -137,24 +138,29 @@ CACHES = {
 }
 
 
-def decode() -> str:
+def decode(name: str) -> str:
     """A whole model over each kind of cache."""
-    run = load("bench_decode-llama-8b")
-    lines = [
-        [
-            f"{row['context']:,}",
-            CACHES[row["cache"]],
+    run = load(name)
+    batches = {row["batch"] for row in run["rows"]} != {1}
+    lines = []
+    for row in run["rows"]:
+        line = [f"{row['context']:,}", *([str(row["batch"])] if batches else []), CACHES[row["cache"]]]
+        if "error" in row:
+            lines.append([*line, "", row["error"].partition(":")[0], *[""] * (4 if batches else 3)])
+            continue
+        held = row["peak_decode_bytes"] - row["weights_bytes"] if "peak_decode_bytes" in row else None
+        line += [
             f"{row['ttft_s']:.2f}" if "ttft_s" in row else "",
             f"{row['tpot_ms']:.1f}",
-            f"{(row['peak_decode_bytes'] - row['weights_bytes']) / 2**30:.2f}" if "peak_decode_bytes" in row else "",
+            *([f"{1e3 * row['batch'] / row['tpot_ms']:.0f}"] if batches else []),
+            "" if held is None else f"{held / 2**30:.2f}",
             f"{row['host_bytes'] / 2**30:.1f}" if row.get("host_bytes") else "",
             "" if row.get("hit_rate") is None else f"{row['hit_rate']:.0%}",
         ]
-        for row in run["rows"]
-        if "tpot_ms" in row
-    ]
-    head = "context,cache,first token (s),a token (ms),GPU besides weights (GiB),host (GiB),hit rate".split(",")
-    return f"{table(head, lines)}\n\n{source(['bench_decode-llama-8b'], run['environment'])}"
+        lines.append(line)
+    head = ["context", *(["batch"] if batches else []), "cache", "first token (s)", "a token (ms)"]
+    head += [*(["tokens/s"] if batches else []), "GPU besides weights (GiB)", "host (GiB)", "hit rate"]
+    return f"{table(head, lines)}\n\n{source([name], run['environment'])}"
 
 
 def select() -> str:
@@ -183,7 +189,10 @@ def select() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "exactness": exactness,
-    "decode": decode,
+    "decode": partial(decode, "bench_decode-llama-8b"),
+    "decode_128k": partial(decode, "bench_decode-llama-8b-128k"),
+    "decode_24gib": partial(decode, "bench_decode-llama-8b-24gib"),
+    "decode_dsa": partial(decode, "bench_decode-deepseek-v32-4layer"),
     "example": example,
     "kernels": kernels,
     "needle": needle,

@@ -741,9 +741,9 @@ def test_a_cpu_says_nothing(tiny, warned):
     assert cache.graphed.replayed == 0 and not warned()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 300, "cuda_graph": False}])
-def test_graphs_are_asked_for(tiny, options):
-    assert HierarchicalSparseCache(tiny("llama"), **GQA, **options).graphed is None
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}])
+def test_graphs_can_be_refused(tiny, options):
+    assert HierarchicalSparseCache(tiny("llama"), **GQA, **options, cuda_graph=False).graphed is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -25,12 +25,12 @@ class Representations:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def reserve(self, entries: int, like: dict[str, Tensor] | None = None) -> None:
-        """Makes room for `entries` entries, keeping what is there, shaped as that is or as in `like`."""
+        """Makes room for just `entries` entries, keeping what is there, shaped as that is or as in `like`."""
         for name, value in (self.tensors if like is None else like).items():
             held = self.tensors.get(name)
             size = 0 if held is None else held.shape[1]
             if entries > size:
-                grown = value.new_zeros(value.shape[0], max(entries, size + size // 4), *value.shape[2:])
+                grown = value.new_zeros(value.shape[0], entries, *value.shape[2:])
                 if held is not None:
                     grown[:, :size] = held
                 self.tensors[name] = grown
