@@ -144,10 +144,9 @@ class Needles(RulerTask):
     def context(self, rng: random.Random, size: int, needles: list[str], taken: set[str]) -> str:
         """The haystack with the needles in it."""
         if self.haystack == "essay":
-            words = texts.words(self.sources.essays)
-            start = rng.randrange(len(words))
-            run = (words[start:] + words * (size // len(words) + 1))[:size]
-            hay, gap = texts.sentences(" ".join(run)), " "
+            essays = self.sources.essays
+            start = rng.randrange(len(texts.words(essays)))
+            hay, gap = texts.sentences(" ".join(texts.run(essays, start, size))), " "
         elif self.haystack == "noise":
             hay, gap = [texts.FILLER] * size, "\n"
         else:

@@ -58,6 +58,15 @@ def words(path: Path | None) -> list[str]:
     return read(path).split()
 
 
+def run(path: Path | None, start: int, count: int) -> list[str]:
+    """So many words from the one at `start` on, and after the last one from the first."""
+    known = words(path)
+    found = known[start : start + count]
+    while len(found) < count:
+        found += known[: count - len(found)]
+    return found
+
+
 @cache
 def vocabulary(path: Path | None) -> list[str]:
     """The different words of the essays that have four letters or more."""

@@ -1,8 +1,8 @@
 """A model type of lm-eval (EleutherAI's lm-evaluation-harness) that decodes over a hierarchical cache.
 
-An entry point names it, so that with a release of lm-eval that looks for these nothing else is needed:
+An entry point names it, so that with a version of lm-eval that looks for these nothing else is needed:
 
-    lm_eval --model hisparse --model_args pretrained=Qwen/Qwen3-4B,top_k=1024 --tasks ruler
+    lm_eval --model hisparse --model_args pretrained=Qwen/Qwen3-4B,top_k=1024 --tasks gsm8k
 
 Releases up to 0.4.13 do not, and are started by `python -m hf_hisparse.lm_eval`, with the same arguments.
 """
