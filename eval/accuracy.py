@@ -31,6 +31,7 @@ from eval.needle import NeedleGrid
 from eval.records import Records
 from eval.tasks import Reader, Sample, Task
 from hf_hisparse import HierarchicalSparseCache, unpatch_model
+from hf_hisparse.cache import HierarchicalLayer
 from hf_hisparse.models import cache_argument
 
 
@@ -65,11 +66,13 @@ def make_settings(
         method = algorithm if page_size is None else f"{algorithm}, pages of {page_size}"
         options: dict[str, Any] = {"algorithm": algorithm, "page_size": page_size, "top_k": budget}
         try:
-            HierarchicalSparseCache(model, **options)
+            cache = HierarchicalSparseCache(model, **options)
         except ValueError as error:
             refused.append(f"{method}, top-k {budget}: {error}")
         else:
-            found.append(Setting(method, budget, options))
+            # Where none is given it is the algorithm's, or the model's own.
+            resolved = (layer.coordinator.top_k for layer in cache.layers if isinstance(layer, HierarchicalLayer))
+            found.append(Setting(method, next(resolved, budget), options))
     return found, refused
 
 
@@ -167,7 +170,6 @@ class Evaluation:
         for setting, key in zip(self.settings, keys, strict=True):
             if key not in self.records:
                 begin = time.perf_counter()
-                # The last one may have it as it is, but that saves little, and all are to be alike.
                 cache = self._cache(setting, task.length, copy.deepcopy(history))
                 tokens = prompts.answer(cache, task.new_tokens, self.stops)
                 said = [self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
@@ -255,8 +257,9 @@ def make_tasks(args: argparse.Namespace, reader: Reader) -> tuple[list[Task], li
             else:
                 known = ["ruler", "needles", "longbench", *ruler.TASKS, *longbench.METRICS]
                 raise ValueError(f"`--tasks` names {task!r}, which is none of {', '.join(known)}")
+    different = {(task.name, task.length, task.depth): task for task in found}
     # All of one length in turn: their memory is had once.
-    return sorted(found, key=lambda task: task.length), refused
+    return sorted(different.values(), key=lambda task: task.length), refused
 
 
 def digest(path: Path | None) -> str | None:

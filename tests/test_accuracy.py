@@ -429,7 +429,9 @@ def test_arguments_that_do_not_fit(more, message, run, capsys):
 def test_a_group_of_tasks_of_which_data_is_missing(run, capsys, monkeypatch):
     """And settings that cannot be: both are said, and the rest is done."""
     monkeypatch.setattr(ruler, "TASKS", {name: ruler.TASKS[name] for name in ("niah_single_1", "qa_1")})
-    found = run("ruler", *"--tasks ruler --lengths 1200 --samples 1 --page-size 4 128 --top-k 128 --chat".split())
+    found = run(
+        "ruler", *"--tasks ruler niah_single_1 --lengths 1200 --samples 1 --page-size 4 128 --top-k 128 --chat".split()
+    )
     assert {row["task"] for row in found["rows"]} == {"niah_single_1"} and found["chat"]
     assert [line.partition(":")[0] for line in found["left_out"]] == [
         "qa_1 needs `squad.json`",
@@ -437,6 +439,15 @@ def test_a_group_of_tasks_of_which_data_is_missing(run, capsys, monkeypatch):
         "rabitq, pages of 128, top-k 128",
     ]
     assert capsys.readouterr().out.count("Left out: ") == 3
+
+
+def test_settings(tiny):
+    """A budget that is not given is what the cache takes by itself, here what the model was trained with."""
+    found, refused = accuracy.make_settings(tiny("deepseek_v32"), ["auto"], [None], [None])
+    assert [(setting.method, setting.budget) for setting in found] == [("dense", None), ("auto", 32)] and not refused
+    found, refused = accuracy.make_settings(tiny("llama"), ["quest", "none"], [None, 8], [None])
+    assert [(setting.method, setting.budget) for setting in found[1:]] == [("quest", 2048), ("quest, pages of 8", 2048)]
+    assert len(refused) == 2 and "`algorithm` must be" in refused[0]
 
 
 def test_longbench_runs(run, tmp_path):
