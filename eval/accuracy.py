@@ -195,7 +195,7 @@ class Evaluation:
             self._length = length
         name = (setting.method, setting.budget)
         if name not in self._caches:
-            # A length that is known lets a GPU replay its steps.
+            # Where the length is known a graph of a step is captured once.
             self._caches[name] = HierarchicalSparseCache(self.model, **setting.options, max_cache_len=length)
         self._caches[name].take_over(history)
         return self._caches[name]
@@ -342,10 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_results(
         f"{args.output}.json", rows, environment=where, **common, left_out=left_out + refused, summary=summary
     )
-    text = report.tables(rows, summary)
-    Path(f"{args.output}.md").write_text(text)
-    print(f"\n{text}")
-    print("\n".join(report.plots(rows, summary, args.output)))
+    print(f"\n{report.write(rows, summary, args.output)}")
     return 0
 
 

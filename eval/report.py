@@ -1,7 +1,12 @@
-"""What records of `eval.accuracy` come to: scores, their difference from the dense cache's, tables and plots."""
+"""What records of `eval.accuracy` come to: scores, their difference from the dense cache's, tables and plots.
+
+`python -m eval.report FILE.json` makes the tables and plots of results anew, where matplotlib is.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -179,7 +184,7 @@ def plots(found: Sequence[dict[str, Any]], summed: Sequence[dict[str, Any]], out
     try:
         import matplotlib
     except ImportError:
-        return ["No plots: `pip install matplotlib`, and give the same command again."]
+        return [f"No plots: `pip install matplotlib`, and then `python -m eval.report {output}.json`."]
     matplotlib.use("Agg")
     written = [draw_budgets(summed, Path(f"{output}-budget.png"))]
     for task in dict.fromkeys(row["task"] for row in found if row["depth"] is not None):
@@ -248,3 +253,22 @@ def draw_needles(own: Sequence[dict[str, Any]], path: Path) -> Path:
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
+
+
+def write(found: Sequence[dict[str, Any]], summed: Sequence[dict[str, Any]], output: Path) -> str:
+    """Writes the tables, and the plots if it can. Returns what there is to read."""
+    text = tables(found, summed)
+    Path(f"{output}.md").write_text(text)
+    return "\n".join([text, *plots(found, summed, output)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Makes the tables and plots of results of `eval.accuracy` anew.")
+    parser.add_argument("file", type=Path, help="what it wrote, OUTPUT.json")
+    file = parser.parse_args(argv).file
+    run = json.loads(file.read_text())
+    print(write(run["rows"], run["summary"], file.with_suffix("")))
+
+
+if __name__ == "__main__":
+    main()

@@ -538,3 +538,15 @@ def test_no_plots(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (said,) = report.plots([], [], tmp_path / "out")
     assert "pip install matplotlib" in said and not list(tmp_path.iterdir())
+
+
+def test_a_report_of_results(tmp_path, monkeypatch, capsys):
+    """Says of the file what the run said."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(report, "plots", lambda *args: drawn.append(args) or ["drawn"])
+    rows, summary, output = report.rows(RECORDS), report.summary(RECORDS), tmp_path / "of-3.1"
+    Path(f"{output}.json").write_text(json.dumps({"rows": rows, "summary": summary}))
+    report.main([f"{output}.json"])
+    text = report.tables(rows, summary)
+    assert Path(f"{output}.md").read_text() == text and capsys.readouterr().out == f"{text}\ndrawn\n"
+    assert drawn == [(rows, summary, output)]
