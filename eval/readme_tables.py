@@ -83,6 +83,24 @@ def needle(name: str = "needle") -> str:
     return f"{body}\n\n{source([name], run['environment'])}"
 
 
+def accuracy(name: str = "accuracy-smollm2") -> str:
+    """Scores by budget, and how far they are from the dense cache's: a line for each length and method."""
+    run = load(name)
+    dense = {row["length"]: row["score"] for row in run["summary"] if row["method"] == "dense"}
+    rows = [row for row in run["summary"] if row["method"] != "dense"]
+    budgets = sorted({row["budget"] for row in rows})
+    lines: dict[tuple[int, str], dict[int, str]] = {}
+    for row in rows:
+        cell = f"{100 * row['score']:.1f} ({100 * row['difference']:+.1f})"
+        lines.setdefault((row["length"], row["method"]), {})[row["budget"]] = cell
+    body = [
+        [f"{length:,}", method, f"{100 * dense[length]:.1f}", *(found.get(budget, "") for budget in budgets)]
+        for (length, method), found in lines.items()
+    ]
+    head = ["length", "method", "dense", *(f"{budget:,}" for budget in budgets)]
+    return f"{table(head, body)}\n\n{source([name], run['environment'])}"
+
+
 def example() -> str:
     """What the example prints."""
     return f"```text\n{(RESULTS / 'generate.txt').read_text().strip()}\n```"
@@ -188,6 +206,7 @@ def select() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
     "exactness": exactness,
     "decode": partial(decode, "bench_decode-llama-8b"),
     "decode_128k": partial(decode, "bench_decode-llama-8b-128k"),

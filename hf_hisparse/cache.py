@@ -254,16 +254,25 @@ class HierarchicalSparseCache(Cache):
             options: As for the constructor.
         """
         new = cls(model, **options)
+        new.take_over(cache)
+        return new
+
+    def take_over(self, cache: Cache) -> None:
+        """Takes over the history of a dense cache in place of its own, as `from_dense` does, in the memory that it has.
+
+        Args:
+            cache: A `DynamicCache` filled by the same model. It must not be used again.
+        """
+        self.reset()
         dense: Any
-        for index, (layer, dense) in enumerate(zip(new.layers, cache.layers, strict=True)):
+        for index, (layer, dense) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if not isinstance(layer, HierarchicalLayer):
-                new.layers[index] = dense
+                self.layers[index] = dense
             elif dense.get_seq_length():
                 layer.is_initialized = True
                 layer.coordinator.extend_dense((dense.keys, dense.values))
                 if getattr(dense, "indexer_keys", None) is not None:
                     layer.update_indexer(dense.indexer_keys)
-        return new
 
     def fork(self) -> HierarchicalSparseCache:
         """A copy that goes on by itself, and shares the history in host memory: many questions on one document.

@@ -673,6 +673,22 @@ def test_from_dense(model, method, new_cache, tokens):
     close(steps(model, more, taken, mask), steps(model, more, fresh, mask))
 
 
+def test_take_over_in_place_of_another_history(model, method, new_cache):
+    """What was there before leaves no trace, in the history or in what is counted."""
+    ids, more, mask = random_ids(3, 100), random_ids(3, 12, seed=1), left_padding(3, 112)
+    dense = dense_cache(model)
+    forward(model, ids, dense, mask[:, :100])
+    if method == "deepseek" and dense.layers[0].keys.shape[1] != 1:
+        pytest.skip("a dense cache of this transformers holds no latents")
+    cache = new_cache()
+    decode(model, random_ids(3, 130, seed=2), cache, 120)
+    cache.take_over(copy.deepcopy(dense))
+    taken = HierarchicalSparseCache.from_dense(model, dense, **METHODS[method][1])
+    assert cache.get_seq_length() == 100
+    assert same_bits(steps(model, more, cache, mask), steps(model, more, taken, mask))
+    assert cache.stats() == taken.stats() and cache.stats().hits > 0
+
+
 def test_from_dense_takes_windows_over(tiny):
     model, ids = tiny("gemma3_text"), random_ids(2, 100)
     dense = dense_cache(model)
