@@ -1,4 +1,4 @@
-"""Attention over the slot table in FlashAttention-4's kernels (the package `flash-attn-4`), on Hopper and Blackwell."""
+"""Attention over the slot table in FlashAttention-4's kernels (the package `flash-attn-4`), on Hopper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hf_hisparse.backends.library import LibraryBackend
 from hf_hisparse.layout import ItemLayout
 
 
-ALIGNMENT = 8
-"""Elements of 16 bits in what the kernels copy at a time, 16 bytes."""
-WIDEST = {9: 256, 10: 128}
-"""Elements of a key or a value, by compute capability."""
+ALIGNMENT = 16
+"""What the kernels for pages take multiples of as the elements of a key or a value."""
+WIDEST = 256
+"""Elements of a key or a value."""
 
 
 class FlashAttentionBackend(LibraryBackend):
@@ -24,15 +24,11 @@ class FlashAttentionBackend(LibraryBackend):
 
     name = "flash_attention"
     dtypes = (torch.bfloat16, torch.float16)
-    capabilities = tuple(WIDEST)
 
-    def refusal(self, layout: ItemLayout, capability: int) -> str | None:
+    def refusal(self, layout: ItemLayout) -> str | None:
         key, value = layout.key[1], layout.value[1]
-        if max(key, value) > WIDEST[capability]:
-            return (
-                f"on compute capability {capability}.x its keys and values have up to {WIDEST[capability]} elements, "
-                f"and the model's have {key} and {value}"
-            )
+        if max(key, value) > WIDEST:
+            return f"its keys and values have up to {WIDEST} elements, and the model's have {key} and {value}"
         if key % ALIGNMENT or value % ALIGNMENT:
             return (
                 f"its keys and values have a multiple of {ALIGNMENT} elements, and the model's have {key} and {value}"

@@ -1,4 +1,4 @@
-"""Attention over latent rows in FlashMLA's sparse kernels, on Hopper and Blackwell.
+"""Attention over latent rows in FlashMLA's sparse kernels, on Hopper.
 
 Of its two sparse kernels it is the one for prompts, whose queries each have a selection of their own: the one for
 decoding takes FP8 latents alone. A row here is a query there.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hisparse.backends.library import TILE, LibraryBackend, device_of
+from hf_hisparse.backends.library import HOPPER, TILE, LibraryBackend, device_of
 from hf_hisparse.layout import ItemLayout
 
 
@@ -54,12 +54,11 @@ class FlashMLABackend(LibraryBackend):
 
     name = "flash_mla"
     dtypes = (torch.bfloat16,)
-    capabilities = (9, 10)
 
     def __init__(self) -> None:
         self._function = library()
         device = device_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
-        runs = device is not None and device.capability in self.capabilities
+        runs = device is not None and device.capability == HOPPER
         # Elsewhere `check` says so before anything is attended to.
         self._unit = self._probe() if runs else 1.0
 
@@ -78,7 +77,7 @@ class FlashMLABackend(LibraryBackend):
         # Of two tokens whose logits are 0: in nats, or in bits.
         return 1.0 if weight < 0.9 else math.log(2)
 
-    def refusal(self, layout: ItemLayout, capability: int) -> str | None:
+    def refusal(self, layout: ItemLayout) -> str | None:
         if layout == ItemLayout.token(LATENT, ROTARY):
             return None
         return (

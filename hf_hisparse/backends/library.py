@@ -23,6 +23,8 @@ from hf_hisparse.backends.base import AttentionBackend
 from hf_hisparse.layout import ItemLayout
 
 
+HOPPER = 9
+"""The first number of the compute capability that the backends are made for."""
 TILE = 128
 """Tokens that the libraries' kernels take at a time, and a multiple of which is a run."""
 
@@ -50,12 +52,10 @@ class LibraryBackend(AttentionBackend):
     name: str
     """What `backend=` takes."""
     dtypes: tuple[torch.dtype, ...]
-    capabilities: tuple[int, ...]
-    """Of devices: the first numbers of their compute capabilities."""
 
     @abstractmethod
-    def refusal(self, layout: ItemLayout, capability: int) -> str | None:
-        """Why items cannot be attended to on a device, or None."""
+    def refusal(self, layout: ItemLayout) -> str | None:
+        """Why such items cannot be attended to, or None."""
 
     @abstractmethod
     def refusal_of_heads(self, heads: int, softcap: float | None) -> str | None:
@@ -107,13 +107,12 @@ class LibraryBackend(AttentionBackend):
         reason: str | None
         if found is None:
             reason = f"it runs on a CUDA device, and the model is on {device}"
-        elif found.capability not in self.capabilities:
-            wanted = " or ".join(f"{each}.x" for each in self.capabilities)
-            reason = f"it runs on compute capability {wanted}, and {device} has {found.capability}.x"
+        elif found.capability != HOPPER:
+            reason = f"it is for compute capability {HOPPER}.x, and {device} has {found.capability}.x"
         elif dtype not in self.dtypes:
             reason = f"it takes {' or '.join(map(str, self.dtypes))}, and the model is in {dtype}"
         else:
-            reason = self.refusal(layout, found.capability)
+            reason = self.refusal(layout)
         if reason is not None:
             raise self.error(reason)
 
