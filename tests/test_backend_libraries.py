@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.backends import BACKENDS, AttentionBackend, library
 from hf_hisparse.layout import ItemLayout
-from tests.helpers import decode, left_padding, make_model, random_ids, same_bits
+from tests.helpers import decode, forward, left_padding, make_model, random_ids, same_bits
 from tests.test_backends import Case
 
 
@@ -438,7 +438,7 @@ def test_a_model_that_is_refused_is_so_before_anything_changes(name, monkeypatch
     model = make_model("llama" if name == "flash_attention" else "deepseek_v32")
     cache = HierarchicalSparseCache(model, backend=name)
     with pytest.raises(ValueError, match=f'`backend="{name}"`.*torch.float32'):
-        model(random_ids(1, 5), past_key_values=cache)
+        forward(model, random_ids(1, 5), cache)
     assert cache.get_seq_length() == 0
 
 

@@ -81,8 +81,8 @@ class LibraryBackend(AttentionBackend):
         Args:
             query: `[sequences, heads, width]`.
             buffer: `[items, elements]`, the items of all rows.
-            tokens: `[sequences, run_tokens]` int32, the token `i % page_size` of item `i // slot_stride(layout)`; see
-                `ops.list_tokens`.
+            tokens: `[sequences, run_tokens]` int32: `i` is token `i % s` of item `i // s`, where `s` is the slot stride
+                of the layout. See `ops.list_tokens`.
             counts: `[sequences]` int32, how many of them there are.
             layout, scale, softcap: See `attend`.
 
@@ -99,7 +99,8 @@ class LibraryBackend(AttentionBackend):
 
     @staticmethod
     def slot_stride(layout: ItemLayout) -> int:
-        """Token addresses an item: it is so many times as long as the key of a token, or one token."""
+        """Addresses an item. They are as far apart as the keys of its tokens: a page of `n` keys and as many values of
+        their size has `2 n`, of which the first `n` are tokens."""
         return 1 if layout.page_size == 1 else layout.elements // layout.key[1]
 
     def check(self, layout: ItemLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,7 +168,8 @@ class LibraryBackend(AttentionBackend):
             query = query.contiguous()
         # Every run of a row asks for the same: a copy, unless there is one run.
         query = query.unsqueeze(1).expand(-1, runs, -1, -1).flatten(0, 1)
-        partial, weights = self.run(query, items, tokens.flatten(0, 1), counts.flatten(), layout, scale, softcap)
+        with torch.cuda.device_of(query):
+            partial, weights = self.run(query, items, tokens.flatten(0, 1), counts.flatten(), layout, scale, softcap)
         if runs == 1 and sinks is None:
             return partial
         return ops.merge_runs(partial.unflatten(0, (rows, runs)), weights.unflatten(0, (rows, runs)), counts, sinks)
