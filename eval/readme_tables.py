@@ -205,8 +205,23 @@ def select() -> str:
     return f"{table(head, lines)}\n\n{source(['bench_select'], run['environment'])}"
 
 
+def attention() -> str:
+    """Attention over a selection, by backend."""
+    run = load("bench_attention")
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    names: dict[str, None] = {}
+    for row in run["rows"]:
+        label = row["setting"], f"{row['rows']} x {row['heads']}", f"{row['k']:,}", f"{row['floor_us']:.0f}"
+        names[row["backend"]] = None
+        lines.setdefault(label, {})[row["backend"]] = f"{row['us']:.0f}" if "us" in row else "refused"
+    body = [[*label, *(times.get(name, "") for name in names)] for label, times in lines.items()]
+    head = ["items", "rows x heads", "selected", "floor (us)", *(f"`{name}` (us)" for name in names)]
+    return f"{table(head, body)}\n\n{source(['bench_attention'], run['environment'])}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
+    "attention": attention,
     "exactness": exactness,
     "decode": partial(decode, "bench_decode-llama-8b"),
     "decode_128k": partial(decode, "bench_decode-llama-8b-128k"),

@@ -35,7 +35,9 @@ class HiSparseConfig:
             alike, when the first step is about to be captured. It fuses the many small operations of a layer, which may
             change their results by a rounding. Prompts, and steps that are not captured, are never compiled.
         backend: The attention kernels: `"triton"`, `"reference"` (PyTorch, on any device), or `"auto"`: Triton's on a
-            CUDA device where they run, otherwise PyTorch.
+            CUDA device where they run, otherwise PyTorch. On Hopper also those of a library that is
+            installed: `"flash_attention"` (FlashAttention-4) for keys and values of heads, and `"flash_mla"` (FlashMLA)
+            for latent rows; what they cannot attend to is refused at a history's first tokens.
         offload: False keeps the whole history on the device: the resident oracle, for measurement.
 
     Raises:

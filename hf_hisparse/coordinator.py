@@ -235,6 +235,8 @@ class SparseCoordinator:
         copy of a longer history, and go when the caller drops them.
         """
         self._check(parts)
+        if self.length == 0:
+            self._layout(parts)
         new = parts[0].shape[2]
         if self.memory is None:
             full = self._join(self.recent, parts)
@@ -298,10 +300,16 @@ class SparseCoordinator:
         memory.reserve(max(parts[0].shape[2], self.capacity), self.layers)
         return memory
 
+    def _layout(self, parts: Sequence[Tensor]) -> ItemLayout:
+        """The layout of items of such parts. Raises `ValueError` if the backend cannot attend to them."""
+        layout = self._make_layout(*(part.shape[-1] for part in parts))
+        self.backend.check(layout, parts[0].dtype, parts[0].device)
+        return layout
+
     def _empty_memory(self, parts: Sequence[Tensor]) -> Memory:
         """An empty memory for a history of such parts: the one of the history before, if that was of the same kind."""
         batch, heads = parts[0].shape[:2]
-        layout = self._make_layout(*(part.shape[-1] for part in parts))
+        layout = self._layout(parts)
         args = (batch * heads, layout, parts[0].dtype, parts[0].device)
         memory = self._reserved
         if memory is None or (memory.rows, memory.layout, memory.dtype, memory.device) != args:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval import bench_decode, exactness
+from eval import bench_attention, bench_decode, exactness, readme_tables
 from eval.common import TINY_MODELS, environment
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.coordinator import SparseCoordinator
@@ -142,3 +142,32 @@ def test_overlapping_selections(method, overlap, monkeypatch):
     # A buffer of two selections keeps what the steps share: the first finds nothing, but for what was appended.
     shared = round(overlap * k) * (steps - 1) / (k * steps)
     assert cache.stats().hit_rate == pytest.approx(shared, abs=0.05)
+
+
+@pytest.mark.cpu
+def test_bench_attention(tmp_path, monkeypatch, capsys):
+    """Every backend has its times or its reason, in the file, in what is printed and in the table of it."""
+
+    class Machine:
+        def __init__(self, **_: int):
+            self.empty = lambda *_: None
+
+        def time(self, steps: list[Any]) -> float:
+            return 5.0
+
+    def measure(machine: Machine, work: list[Any]) -> dict[str, float]:
+        assert all(torch.is_tensor(attend()) for attend in work)
+        return {"us": 1234.0, "back_to_back_us": 7.0}
+
+    small = [setting._replace(k=8, rows=(2,), shared=setting.shared and 40) for setting in bench_attention.SETTINGS]
+    stand_ins = {"Bench": Machine, "measure": measure, "copy_rate": lambda _: 1e6, "DEVICE": torch.device("cpu")}
+    for name, value in {**stand_ins, "SETTINGS": small}.items():
+        monkeypatch.setattr(bench_attention, name, value)
+    bench_attention.main(["--output", str(tmp_path / "bench_attention.json")])
+    rows = json.loads((tmp_path / "bench_attention.json").read_text())["rows"]
+    assert len(rows) == len(small) * len({row["backend"] for row in rows})
+    assert all(("us" in row and row["error"] < 1e-2) != bool(row.get("refused")) for row in rows)
+    assert all("us" in row for row in rows if row["backend"] == "reference")
+    assert capsys.readouterr().out.count("1234.0") == len([row for row in rows if "us" in row])
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    assert readme_tables.attention().count("1234") == len([row for row in rows if "us" in row])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from hf_hisparse.layout import ItemLayout
@@ -15,6 +16,9 @@ class AttentionBackend(ABC):
     Items are visited in the order of the selection, never of the slots: the result depends on what was selected and not
     on where it happens to lie, which is what makes it bit-identical whatever the size of the buffer.
     """
+
+    def check(self, layout: ItemLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError, with the reason, if items of a kind cannot be attended to. Before a history begins."""
 
     @abstractmethod
     def attend(

@@ -12,6 +12,8 @@ import torch
 from hf_hisparse.ops.reference import (
     append,
     encode_rabitq,
+    list_tokens,
+    merge_runs,
     score_indexer,
     score_quest,
     score_rabitq,
@@ -20,7 +22,17 @@ from hf_hisparse.ops.reference import (
 )
 
 
-__all__ = ["append", "encode_rabitq", "score_indexer", "score_quest", "score_rabitq", "swap_in", "top_k"]
+__all__ = [
+    "append",
+    "encode_rabitq",
+    "list_tokens",
+    "merge_runs",
+    "score_indexer",
+    "score_quest",
+    "score_rabitq",
+    "swap_in",
+    "top_k",
+]
 
 
 @swap_in.register_kernel("cuda")
@@ -93,3 +105,20 @@ def _score_indexer(query, *args):
         return triton.score_indexer(query, *args)
     with score_indexer.set_kernel_enabled("cuda", enabled=False):
         return score_indexer(query, *args)
+
+
+# Only backends that need Triton themselves ask for these two, and have found it.
+
+
+@list_tokens.register_kernel("cuda")
+def _list_tokens(*args):
+    from hf_hisparse.ops import triton
+
+    return triton.list_tokens(*args)
+
+
+@merge_runs.register_kernel("cuda")
+def _merge_runs(*args):
+    from hf_hisparse.ops import triton
+
+    return triton.merge_runs(*args)

@@ -526,3 +526,85 @@ def score_indexer(
 @score_indexer.register_fake
 def _(query, weights, keys, tokens, scale, starts, positions):
     return query.new_empty(*query.shape[:2], tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_hisparse::list_tokens", mutates_args=())
+def list_tokens(
+    slots: Tensor,
+    selection: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    row_stride: int,
+    slot_stride: int,
+    runs: int,
+    run_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """The tokens that a selection sees, without the holes, in its order: a page table of pages of one token.
+
+    A row's list is cut into runs, of which the last ones may be empty.
+
+    Args:
+        slots, selection, starts, lengths: See `AttentionBackend.attend`.
+        page_size: Tokens an item.
+        row_stride, slot_stride: Token `t` of slot `s` of row `r` is listed as `r * row_stride + s * slot_stride + t`.
+        runs, run_tokens: How the list is cut; it holds `k * page_size` tokens or more.
+
+    Returns:
+        `[rows, runs, run_tokens]` int32, -1 after the last token, and how many there are: `[rows, runs]` int32.
+    """
+    rows, k = selection.shape
+    device = selection.device
+    within = torch.arange(page_size, device=device)
+    position = selection.long().unsqueeze(-1) * page_size + within
+    seen = ((selection >= 0) & (slots >= 0)).unsqueeze(-1)
+    seen = (seen & (position >= starts.view(-1, 1, 1)) & (position < lengths.view(-1, 1, 1))).flatten(1)
+    first = torch.arange(rows, device=device).unsqueeze(1) * row_stride + slots.long() * slot_stride
+    listed = (first.unsqueeze(-1) + within).flatten(1)
+    total = seen.sum(1, keepdim=True)
+    listed = listed.gather(1, (~seen).byte().argsort(dim=1, stable=True))
+    tokens = torch.full((rows, runs * run_tokens), -1, dtype=torch.int32, device=device)
+    column = torch.arange(k * page_size, device=device)
+    tokens[:, : k * page_size] = torch.where(column < total, listed, -1).int()
+    counts = (total - torch.arange(runs, device=device) * run_tokens).clamp(0, run_tokens).int()
+    return tokens.unflatten(1, (runs, run_tokens)), counts
+
+
+@list_tokens.register_fake
+def _(slots, selection, starts, lengths, page_size, row_stride, slot_stride, runs, run_tokens):
+    rows = selection.shape[0]
+    shapes = (rows, runs, run_tokens), (rows, runs)
+    return tuple(selection.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@torch.library.custom_op("hf_hisparse::merge_runs", mutates_args=())
+def merge_runs(partial: Tensor, weights: Tensor, counts: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Attention over some runs of tokens, from attention over each (flash-decoding), in float32.
+
+    Args:
+        partial: `[rows, runs, heads, width]`, attention over each run.
+        weights: `[rows, runs, heads]` float32, the log of the sum of the exponents of a run's logits.
+        counts: `[rows, runs]` int32, tokens a run. Nothing else of an empty one counts.
+        sinks: `[rows, heads]`, a logit a head that takes part in the softmax and has no value, if given.
+
+    Returns:
+        `[rows, heads, width]` in the dtype of `partial`; zeros where all runs are empty.
+    """
+    some = (counts > 0).unsqueeze(-1)
+    weights = weights.masked_fill(~some, -torch.inf)
+    high = weights.amax(1)
+    if sinks is not None:
+        high = torch.maximum(high, sinks.float())
+    high = high.masked_fill(high == -torch.inf, 0)
+    shares = torch.exp(weights - high.unsqueeze(1))
+    total = shares.sum(1)
+    if sinks is not None:
+        total += torch.exp(sinks.float() - high)
+    values = partial.float().masked_fill(~some.unsqueeze(-1), 0)
+    merged = (shares.unsqueeze(-1) * values).sum(1) / total.masked_fill(total == 0, 1).unsqueeze(-1)
+    return merged.to(partial.dtype)
+
+
+@merge_runs.register_fake
+def _(partial, weights, counts, sinks=None):
+    return partial.new_empty(partial.shape[0], *partial.shape[2:])

@@ -1,4 +1,4 @@
-"""The ops whose kernels are matrix products, in Triton, on a CUDA device."""
+"""The ops whose kernels are in Triton, on a CUDA device."""
 
 from __future__ import annotations
 
@@ -189,6 +189,186 @@ def score_indexer(
                 num_stages=min(queries, 3),
             )
     return scores
+
+
+# _list_tokens
+#
+# In:   slots and selection [rows, k], starts and lengths [rows], contiguous.
+# Out:  tokens [rows, columns] int32, those that are seen first, in the order of the selection, then -1; counts
+#       [rows, runs] int32, how many of them lie in each run of `run_tokens` columns.
+# Grid: a program a row, which goes over its tokens in blocks and keeps count.
+
+
+@triton.jit(do_not_specialize=["k", "columns", "runs", "run_tokens", "row_stride"])
+def _list_tokens(  # type: ignore[no-untyped-def]
+    slots,
+    selection,
+    starts,
+    lengths,
+    tokens,
+    counts,
+    k,
+    columns,
+    runs,
+    run_tokens,
+    row_stride,
+    slot_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + row).to(tl.int64)
+    length = tl.load(lengths + row).to(tl.int64)
+    row_slots = slots + row * k
+    row_selection = selection + row * k
+    row_tokens = tokens + row * columns
+    within_block = tl.arange(0, BLOCK)
+
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, k * PAGE_SIZE, BLOCK):
+        token = first + within_block
+        column = token // PAGE_SIZE
+        within = token % PAGE_SIZE
+        item = tl.load(row_selection + column, mask=column < k, other=-1).to(tl.int64)
+        slot = tl.load(row_slots + column, mask=column < k, other=-1).to(tl.int64)
+        position = item * PAGE_SIZE + within
+        seen = (item >= 0) & (slot >= 0) & (position >= start) & (position < length)
+        ones = seen.to(tl.int32)
+        place = count + tl.cumsum(ones, axis=0) - ones
+        address = row * row_stride + slot * slot_stride + within
+        tl.store(row_tokens + place, address.to(tl.int32), mask=seen)
+        count += tl.sum(ones, axis=0)
+
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    for first in range(0, columns, BLOCK):
+        place = first + within_block
+        tl.store(row_tokens + place, nothing, mask=(place >= count) & (place < columns))
+
+    run = tl.arange(0, BLOCK_RUNS)
+    of_run = tl.minimum(tl.maximum(count - run * run_tokens, 0), run_tokens)
+    tl.store(counts + row * runs + run, of_run, mask=run < runs)
+
+
+def list_tokens(
+    slots: Tensor,
+    selection: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    row_stride: int,
+    slot_stride: int,
+    runs: int,
+    run_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """`ops.list_tokens` on a CUDA device, or anywhere under Triton's interpreter."""
+    rows, k = selection.shape
+    tokens = selection.new_empty(rows, runs, run_tokens, dtype=torch.int32)
+    counts = selection.new_empty(rows, runs, dtype=torch.int32)
+    if rows:
+        block = max(16, min(1024, triton.next_power_of_2(k * page_size)))
+        with torch.cuda.device_of(selection):
+            _list_tokens[(rows,)](
+                slots.contiguous(),
+                selection.contiguous(),
+                starts.contiguous(),
+                lengths.contiguous(),
+                tokens,
+                counts,
+                k,
+                runs * run_tokens,
+                runs,
+                run_tokens,
+                row_stride,
+                slot_stride,
+                PAGE_SIZE=page_size,
+                BLOCK=block,
+                BLOCK_RUNS=triton.next_power_of_2(runs),
+                num_warps=8 if block == 1024 else 4,
+            )
+    return tokens, counts
+
+
+# _merge_runs
+#
+# In:   partial [rows, runs, heads, WIDTH], weights [rows, runs, heads] float32, counts [rows, runs], contiguous; sinks
+#       [rows, heads] if SINKS, whose rows are `sinks_row` apart.
+# Out:  output [rows, heads, WIDTH].
+# Grid: a program takes BLOCK_WIDTH elements of a head of a row, of all of its runs.
+
+
+@triton.jit
+def _merge_runs(  # type: ignore[no-untyped-def]
+    partial,
+    weights,
+    counts,
+    sinks,
+    output,
+    heads,
+    runs,
+    sinks_row,
+    WIDTH: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    parts = tl.cdiv(WIDTH, BLOCK_WIDTH)
+    part = program % parts
+    head = program // parts % heads
+    row = (program // (parts * heads)).to(tl.int64)
+
+    run = tl.arange(0, BLOCK_RUNS)
+    in_width = part * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    is_width = in_width < WIDTH
+    some = tl.load(counts + row * runs + run, mask=run < runs, other=0) > 0
+    place = (row * runs + run) * heads + head
+    weight = tl.load(weights + place, mask=some, other=float("-inf"))
+    value = tl.load(
+        partial + place[:, None] * WIDTH + in_width[None, :], mask=some[:, None] & is_width[None, :], other=0.0
+    )
+
+    high = tl.max(weight, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + row * sinks_row + head).to(tl.float32)
+        high = tl.maximum(high, sink)
+    # Finite, so that the difference of two of them is never NaN.
+    high = tl.maximum(high, -1.0e38)
+    share = tl.exp(weight - high)
+    total = tl.sum(share, axis=0)
+    if SINKS:
+        total += tl.exp(sink - high)
+    merged = tl.sum(value.to(tl.float32) * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    to = output + (row * heads + head) * WIDTH + in_width
+    tl.store(to, merged.to(output.dtype.element_ty), mask=is_width)
+
+
+def merge_runs(partial: Tensor, weights: Tensor, counts: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """`ops.merge_runs` on a CUDA device, or anywhere under Triton's interpreter."""
+    rows, runs, heads, width = partial.shape
+    output = partial.new_empty(rows, heads, width)
+    if sinks is not None and sinks.stride(1) != 1:
+        sinks = sinks.contiguous()
+    if output.numel():
+        block_runs = triton.next_power_of_2(runs)
+        block_width = min(triton.next_power_of_2(width), max(16, 8192 // block_runs))
+        with torch.cuda.device_of(partial):
+            _merge_runs[(rows * heads * -(-width // block_width),)](
+                partial.contiguous(),
+                weights.contiguous(),
+                counts.contiguous(),
+                sinks,
+                output,
+                heads,
+                runs,
+                0 if sinks is None else sinks.stride(0),
+                WIDTH=width,
+                BLOCK_RUNS=block_runs,
+                BLOCK_WIDTH=block_width,
+                SINKS=sinks is not None,
+                num_warps=4,
+            )
+    return output
 
 
 def probe(index: int) -> None:
