@@ -41,7 +41,7 @@ HOPS = (1, 2, 4)
 """Assignments of a chain."""
 FEW = 4
 """Assignments of the first sequences, and the fewest chains of any."""
-PHASES = (("dense", 0.55, 5e-4), ("warm-up", 0.15, 1e-3), ("sparse", 0.3, 2e-4))
+PHASES = (("dense", 0.45, 5e-4), ("warm-up", 0.25, 2e-3), ("sparse", 0.3, 3e-4))
 """Their names, shares of the time, and highest learning rates."""
 
 
