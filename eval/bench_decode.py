@@ -35,6 +35,7 @@ import gc
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -57,9 +58,10 @@ from transformers import (
 from eval.common import TINY_MODELS, environment, load_model, quiet, write_results
 from hf_hisparse import HierarchicalSparseCache, ops, unpatch_model
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.memory import pinned
+from hf_hisparse.memory import Memory, pinned
 from hf_hisparse.models import cache_argument
 from hf_hisparse.ops import cuda
+from hf_hisparse.trace import Trace
 
 
 _8B = {
@@ -134,6 +136,8 @@ CACHES: dict[str, Callable[[Any, int, dict[str, Any]], Cache]] = {
 }
 """What makes each cache, from a model, the tokens that it is to hold, and the options of ours."""
 
+OWN = "the algorithm's"
+"""The selection of a run without a script."""
 WARM_TOKENS = 8
 """New tokens of the run that warms up: a compiled step is captured within them."""
 
@@ -199,11 +203,62 @@ class Clock(LogitsProcessor):
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class Overlapping(LogitsProcessor):
-    """Replaces what the algorithms select by windows that slide over a random order of the history.
+class Scripted(LogitsProcessor, ABC):
+    """Replaces what the algorithms select by something that is known before.
 
-    All rows and layers, whose histories lie apart, select the same items. Which step it is lies on the device: nothing
-    waits for the host.
+    The algorithms still score, so that their time counts. Which step it is lies on the device: nothing waits for the
+    host.
+
+    Args:
+        device: Of the model.
+    """
+
+    first = 0
+    """What the first forward counts as."""
+
+    def __init__(self, device: torch.device):
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What is selected, in words."""
+
+    @abstractmethod
+    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
+        """The selections of every step, `[steps, rows or 1, k]` int32.
+
+        Args:
+            layer: Which of the hierarchical layers selects, counted from 0.
+            memory: Where its history lies.
+            tokens: How long that is.
+            k: Items to select.
+        """
+
+    def attach(self, cache: Cache) -> None:
+        """Takes the place of the algorithms of a new cache of ours."""
+        self.step.fill_(self.first)
+        coordinators = [layer.coordinator for layer in cache.layers if hasattr(layer, "coordinator")]
+        for number, coordinator in enumerate(coordinators):
+            own = coordinator.algorithm.retrieve_topk
+            coordinator.algorithm.retrieve_topk = partial(self._select, number, coordinator, own)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.step += 1
+        return scores
+
+    def _select(self, layer: int, coordinator: SparseCoordinator, own: Callable[..., Tensor], *args: Any) -> Tensor:
+        selection, memory = own(*args), coordinator.memory
+        if memory is None or selection[..., 0].numel() != memory.rows:
+            return selection  # A short history, or a prompt whose every query selects.
+        rows = self.table(layer, memory, coordinator.length, selection.shape[-1]).expand(-1, memory.rows, -1)
+        return rows.index_select(0, self.step).view(selection.shape)
+
+
+class Overlapping(Scripted):
+    """Windows that slide over a random order of the history.
+
+    All rows and layers, whose histories lie apart, select the same items.
 
     Args:
         overlap: The share of a selection that is in the next one too.
@@ -212,39 +267,66 @@ class Overlapping(LogitsProcessor):
     """
 
     def __init__(self, overlap: float, steps: int, device: torch.device):
+        super().__init__(device)
         self.overlap, self.steps = overlap, steps
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tables: dict[int, Tensor] = {}
 
-    def attach(self, cache: Cache) -> None:
-        """Takes the place of the algorithms of a new cache of ours."""
-        self.step.zero_()
-        for layer in cache.layers:
-            coordinator = getattr(layer, "coordinator", None)
-            if coordinator is not None:
-                own = coordinator.algorithm.retrieve_topk
-                coordinator.algorithm.retrieve_topk = partial(self._select, coordinator, own)
+    @property
+    def description(self) -> str:
+        return f"{self.overlap:.0%} kept from step to step"
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.step += 1
-        return scores
-
-    def _select(self, coordinator: SparseCoordinator, own: Callable[..., Tensor], *args: Any) -> Tensor:
-        selection = own(*args)
-        if coordinator.memory is None or selection[..., 0].numel() != coordinator.memory.rows:
-            return selection  # A short history, or a prompt whose every query selects.
-        table = self._table(coordinator.memory.layout.items(coordinator.length), selection.shape[-1])
-        rows = table.expand(-1, coordinator.memory.rows, -1)
-        return rows.index_select(0, self.step).view(selection.shape)
-
-    def _table(self, items: int, k: int) -> Tensor:
-        """`[steps, 1, k]` int32: the selection of each step, of items that there were at the first."""
+    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
         if k not in self._tables:
+            items = memory.layout.items(tokens)
             fresh, device = k - round(self.overlap * k), self.step.device
             first = fresh * torch.arange(self.steps, device=device).unsqueeze(1)
             order = torch.randperm(items, dtype=torch.int32, device=device)
             self._tables[k] = order[(first + torch.arange(k, device=device)) % items].unsqueeze(1)
         return self._tables[k]
+
+
+class Replaying(Scripted):
+    """The selections of a trace, whose layers and rows are taken in turn where there are more.
+
+    Args:
+        trace: What is replayed.
+        steps: The most tokens that a run generates.
+        device: Of the model.
+
+    Raises:
+        ValueError: If the trace is of fewer steps.
+    """
+
+    first = -1
+
+    def __init__(self, trace: Trace, steps: int, device: torch.device):
+        super().__init__(device)
+        if trace.steps < steps - 1:
+            raise ValueError(f"the trace has {trace.steps} decode steps, and {steps - 1} are generated; record more")
+        self.trace = trace
+        self._tables: dict[int, Tensor] = {}
+
+    @property
+    def description(self) -> str:
+        sizes = f"{len(self.trace.layers)} layers of {self.trace.layers[0].selections.shape[1]} rows"
+        return f"a trace of {self.trace.model}, {self.trace.algorithm}, {sizes}, {self.trace.tokens[0] - 1} tokens"
+
+    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
+        if layer not in self._tables:
+            one = self.trace.layers[layer % len(self.trace.layers)]
+            recorded, page_size = one.selections.shape[2], memory.layout.page_size
+            if (recorded, one.page_size) != (k, page_size):
+                raise ValueError(
+                    f"the trace selects {recorded} items of {one.page_size} tokens, and the model {k} of {page_size}; "
+                    f"use `--top-k {recorded * one.page_size} --page-size {one.page_size}`"
+                )
+            if tokens < self.trace.tokens[0] - 1:
+                raise ValueError(
+                    f"the trace is of {self.trace.tokens[0] - 1} tokens; use a `--context` of that or more"
+                )
+            rows = torch.arange(memory.rows) % one.selections.shape[1]
+            self._tables[layer] = torch.from_numpy(one.selections)[:, rows].to(self.step.device)
+        return self._tables[layer]
 
 
 @contextlib.contextmanager
@@ -308,7 +390,7 @@ class Bench:
         model: A causal language model.
         new_tokens, repeat: Tokens that a run generates, and timed runs a row.
         options: As for `HierarchicalSparseCache`.
-        overlap: See `Overlapping`; None for the algorithm's own selection.
+        script: Makes what takes the place of the algorithm's selection in a run of so many tokens; None for nothing.
         chunk: Tokens of the prompt that are read at once; None for all.
     """
 
@@ -318,13 +400,13 @@ class Bench:
         new_tokens: int,
         repeat: int,
         options: dict[str, Any],
-        overlap: float | None = None,
+        script: Callable[[int], Scripted] | None = None,
         chunk: int | None = None,
     ):
         self.model, self.new_tokens, self.repeat, self.options = model, new_tokens, repeat, options
         self.chunk = chunk
         self.device: torch.device = model.device
-        self.overlap = overlap
+        self.script = script
         self.weights_bytes = nbytes((*model.parameters(), *model.buffers()), self.device)
 
     def row(self, name: str, context: int, batch: int) -> dict[str, Any]:
@@ -373,7 +455,7 @@ class Bench:
         steps = max(self.new_tokens, WARM_TOKENS)
         make = partial(CACHES[name], self.model, context + steps, self.options)
         clock = Clock(self.device)
-        overlapping = None if self.overlap is None else Overlapping(self.overlap, steps, self.device)
+        script = None if self.script is None else self.script(steps)
         cache: Any = None
         first, rest, peaks, allocations = [], [], [], []
         with self._copying(name), timed_allocations() as allocated:
@@ -384,9 +466,9 @@ class Bench:
                     cache = None
                     gc.collect()
                     cache = make()
-                    if overlapping is not None:
-                        overlapping.attach(cache)
-                processors: list[LogitsProcessor] = [clock] if overlapping is None else [clock, overlapping]
+                    if script is not None:
+                        script.attach(cache)
+                processors: list[LogitsProcessor] = [clock] if script is None else [clock, script]
                 allocated.clear()
                 clock.start()
                 self._generate(prompt, cache, WARM_TOKENS if run == 0 else self.new_tokens, processors)
@@ -396,7 +478,10 @@ class Bench:
                     rest += seconds[1:]
                     peaks.append(clock.peaks)
                     allocations.append(sum(allocated))
-            return self._summary(name, cache, batch, first, rest, peaks, allocations)
+            row = self._summary(name, cache, batch, first, rest, peaks, allocations)
+        if isinstance(cache, HierarchicalSparseCache):
+            row["selection"] = OWN if script is None else script.description
+        return row
 
     def _summary(
         self,
@@ -534,6 +619,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--overlap", type=float, help="share of a selection that the next one keeps (default: the model's)"
     )
     parser.add_argument("--prefill-chunk-size", type=int, help="tokens of the prompt that are read at once")
+    parser.add_argument("--trace", type=Path, help="recorded selections to replay: a file that `Trace.save` wrote")
     parser.add_argument("--memory-budget", type=float, help="GiB of the device that may be used, as of a smaller one")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--buffer-size", type=int, help="tokens on the device a KV head")
@@ -549,6 +635,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     if args.overlap is not None and not 0 <= args.overlap <= 1:
         parser.error(f"--overlap {args.overlap}: a share lies between 0 and 1")
+    if args.overlap is not None and args.trace is not None:
+        parser.error("--overlap and --trace both say what is selected; leave one out")
     if min(args.repeat, args.new_tokens, *args.context, *args.batch) < 1:
         parser.error("--repeat, --new-tokens, --context and --batch are at least 1")
 
@@ -566,11 +654,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     options = {name: getattr(args, name) for name in ("top_k", "buffer_size", "page_size", "algorithm", "backend")}
+    script: Callable[[int], Scripted] | None = None
+    if args.overlap is not None:
+        script = partial(Overlapping, args.overlap, device=device)
+    if args.trace is not None:
+        try:
+            trace = Trace.load(args.trace)
+        except (OSError, ValueError) as error:
+            parser.error(f"--trace: {error}")
+        script = partial(Replaying, trace, device=device)
+        options["top_k"] = options["top_k"] or trace.top_k
+        options["page_size"] = options["page_size"] or next((layer.page_size for layer in trace.layers), None)
     try:
         model = make_model(args.model, device, dtype)
     except torch.OutOfMemoryError as error:
         raise SystemExit(f"{args.model}: the weights alone do not fit ({error})") from error
-    bench = Bench(model, args.new_tokens, args.repeat, options, args.overlap, args.prefill_chunk_size)
+    bench = Bench(model, args.new_tokens, args.repeat, options, script, args.prefill_chunk_size)
     print(f"{args.model}, {str(dtype).removeprefix('torch.')}: {bench.weights_bytes / 2**30:.2f} GiB of weights\n")
 
     settings = [(context, batch, name) for batch in args.batch for context in args.context for name in names]
@@ -580,7 +679,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": args.model,
         "weights": "random" if args.model in SHAPES or args.model in TINY_MODELS else "pretrained",
         "dtype": str(dtype).removeprefix("torch."),
-        "selection": "the algorithm's" if args.overlap is None else f"{args.overlap:.0%} kept from step to step",
+        "selection": OWN if script is None else str(args.trace or f"{args.overlap:.0%} kept from step to step"),
         "memory_budget_gib": args.memory_budget,
         "prefill_chunk_size": args.prefill_chunk_size,
         "repeat": args.repeat,

@@ -37,6 +37,7 @@ from hf_hisparse.models import (
 )
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.stats import CacheStats, layer_stats
+from hf_hisparse.trace import Trace, TraceRecorder
 
 
 logger = logging.get_logger(__name__)
@@ -164,7 +165,7 @@ class HierarchicalSparseCache(Cache):
         top_k: int | None = None,
         buffer_size: int | None = None,
         page_size: int | None = None,
-        algorithm: str = "auto",
+        algorithm: str | type = "auto",
         dense_layers: Collection[int] = (),
         **options: Any,
     ):
@@ -192,6 +193,7 @@ class HierarchicalSparseCache(Cache):
         """While a forward is under way: the length before it, and the sliding windows as they were."""
         self._lost = False
         self._recording = False
+        self._tracing: TraceRecorder | None = None
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
         device = next(model.parameters()).device
         if self.config.compile and device.type != "cuda":
@@ -321,12 +323,12 @@ class HierarchicalSparseCache(Cache):
                 states.append(storage.encode(vars(layer), name, tensors))
             except TypeError as error:
                 raise ValueError(f"layer {index} ({type(layer).__name__}) cannot be saved: {error}") from error
-        options = vars(self.config) | {"dense_layers": sorted(self.config.dense_layers)}
+        options = _saved_options(vars(self.config))
         about = {
             "version": FILE_VERSION,
             "model": identity.describe(model),
             "device": next(model.get_decoder().parameters()).device.type,
-            "options": {name: options[name] for name in SAVED_OPTIONS},
+            "options": options,
             "layers": self._kinds(),
             "states": states,
         }
@@ -341,7 +343,8 @@ class HierarchicalSparseCache(Cache):
                 and dtype.
             path: What `save` wrote. It may be replaced while it is in use, and must not be written into.
             options: As for the constructor. Those that say what a history holds are as they were saved, and may be left
-                out: `top_k`, `page_size`, `algorithm`, `dense_layers`, `sink_tokens`, `recent_tokens`.
+                out, but for an `algorithm` that is a class: `top_k`, `page_size`, `algorithm`, `dense_layers`,
+                `sink_tokens`, `recent_tokens`.
 
         Raises:
             ValueError: If the file is not one that `save` wrote or not whole, or the model or an option does not fit;
@@ -357,11 +360,11 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(f"{where} has format version {about['version']}; this one reads {FILE_VERSION}")
         if differ := identity.differences(about["model"], identity.describe(model)):
             raise ValueError(f"{where} was saved for another model: {differ}; load the model that it was saved for")
-        given = {name: options[name] for name in SAVED_OPTIONS if name in options}
-        if "dense_layers" in given:
-            given["dense_layers"] = sorted(given["dense_layers"])
+        given = _saved_options(options)
         if differ := identity.differences({name: about["options"][name] for name in given}, given):
             raise ValueError(f"{where} was saved with other options: {differ}; leave them out")
+        if "algorithm" not in given and "." in about["options"]["algorithm"]:
+            raise ValueError(f"{where} was saved with `algorithm={about['options']['algorithm']}`; give that class")
         patched = is_patched(model)
         new = cls(model, **about["options"] | options)
         try:
@@ -453,6 +456,11 @@ class HierarchicalSparseCache(Cache):
 
     def _prepare_batch(self, batch: int) -> None:
         """Has the memory for a batch of so many in all layers, before any is changed."""
+        if self._tracing is not None:
+            raise ValueError(
+                "the sequences of a batch stay where they are while `record_trace` records them; end that first, and "
+                "generate without beams within it"
+            )
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         try:
             for coordinator in coordinators:
@@ -484,6 +492,8 @@ class HierarchicalSparseCache(Cache):
             return
         length, windows = self._begun
         self._begun = None
+        if self._tracing is not None:
+            self._trace(self._tracing, length + 1, failed)
         if not failed:
             return
         if length == 0:
@@ -529,6 +539,9 @@ class HierarchicalSparseCache(Cache):
         length = self.get_seq_length()
         if coordinators:
             coordinators[0].check_batch(batch)
+        if self._tracing is not None:
+            self._tracing.check(batch)
+            self._tracing.emptied |= any(coordinator.memory is None for coordinator in coordinators)
         if self._max_length is not None and length + tokens > self._max_length:
             raise ValueError(
                 f"{length} tokens in the cache and {tokens} new ones pass the model's `max_position_embeddings` of "
@@ -568,7 +581,11 @@ class HierarchicalSparseCache(Cache):
 
     def replays(self, tokens: int, device: torch.device) -> bool:
         """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
-        return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
+        if self.graphed is None or device.type != self.graphed.recorder.device_type or not self.decodes(tokens):
+            return False
+        if self._tracing is not None:
+            logger.warning_once("Decode steps run eagerly, and not as a CUDA graph, while `record_trace` records them.")
+        return self._tracing is None
 
     def needs_masks(self, tokens: int) -> bool:
         """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
@@ -624,6 +641,64 @@ class HierarchicalSparseCache(Cache):
         """Within it the decoder's hierarchical layers are run compiled, which decode steps from the memory can be."""
         return compiled_layers(decoder).serve(self)
 
+    # ---- what it does ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def record_trace(self) -> Iterator[Trace]:
+        """Within it, what every decode step selects is recorded; the trace is there when it ends.
+
+        ```python
+        with cache.record_trace() as trace:
+            model.generate(**inputs, past_key_values=cache)
+        trace.save("trace.npz")
+        ```
+
+        Until then a step's selections stay on the device, 4 bytes an item, layer, row and step, and nothing waits for
+        them. Steps run eagerly, with a warning where they would be captured otherwise, and choose what they would have
+        chosen. A forward that fails is not recorded.
+
+        Raises:
+            ValueError: If a trace is being recorded already. Within it, if the batch is reordered or changes.
+        """
+        if self._tracing is not None:
+            raise ValueError("`record_trace` is recording already; end that first")
+        self.end_forward(failed=True)
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        self._tracing = recorder = TraceRecorder()
+        for coordinator in coordinators:
+            coordinator.selected = []
+        trace = Trace()
+        if coordinators:
+            model = type(self._model()).__name__
+            trace = Trace(model=model, algorithm=repr(coordinators[0].algorithm), top_k=coordinators[0].top_k)
+        try:
+            yield trace
+        finally:
+            self.end_forward(failed=True)
+            self._tracing = None
+            for coordinator in coordinators:
+                coordinator.selected = None
+            recorder.fill(trace)
+
+    def _trace(self, recorder: TraceRecorder, tokens: int, failed: bool) -> None:
+        """Records a forward that ends, after which there are `tokens` if it was a decode step."""
+        coordinators = {index: layer.coordinator for index, layer in self._hierarchical}
+        selected = [coordinator.selected or [] for coordinator in coordinators.values()]
+        for coordinator in coordinators.values():
+            coordinator.selected = []
+        if failed:
+            return
+        if not selected or not all(selected):
+            # The history was written anew, or is dense: the device buffers hold nothing.
+            recorder.emptied = True
+            return
+        layers = []
+        for index, coordinator in coordinators.items():
+            memory = coordinator.memory
+            about = {"page_size": memory.layout.page_size, "item_bytes": memory.item_bytes, "slots": coordinator.slots}
+            layers.append({"layer": index} | about)
+        recorder.add(tokens, coordinator.batch, [selection for (selection,) in selected], layers)
+
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""
         layers, dense_bytes = [], 0
@@ -631,7 +706,7 @@ class HierarchicalSparseCache(Cache):
             coordinator = layer.coordinator
             memory = coordinator.memory
             held = (coordinator.device_bytes, coordinator.host_bytes)
-            item_bytes = 0 if memory is None else memory.layout.elements * memory.dtype.itemsize
+            item_bytes = 0 if memory is None else memory.item_bytes
             counts, log = (None, None) if memory is None else (memory.counts(), memory.log())
             layers.append(layer_stats(index, counts, log, item_bytes, held))
             dense_bytes += coordinator.dense_bytes
@@ -651,6 +726,16 @@ class HierarchicalSparseCache(Cache):
             f"{len(self.layers)} layers hierarchical, top_k={first.top_k}, {first.algorithm!r}, "
             f"{device / 2**20:.1f} MiB on the device, {host / 2**20:.1f} MiB on the host)"
         )
+
+
+def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `SAVED_OPTIONS` that are given, as plain values."""
+    given = {name: options[name] for name in SAVED_OPTIONS if name in options}
+    if "dense_layers" in given:
+        given["dense_layers"] = sorted(given["dense_layers"])
+    if isinstance(method := given.get("algorithm"), type):
+        given["algorithm"] = f"{method.__module__}.{method.__qualname__}"
+    return given
 
 
 def _max_length(config: Any) -> int | None:

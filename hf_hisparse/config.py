@@ -22,7 +22,8 @@ class HiSparseConfig:
         buffer_size: Tokens a KV head that the device buffer holds. It changes speed, never output. None: `2 * top_k`:
             adjacent steps share most of their selection, and a buffer of top-k alone misses three times as often.
         page_size: Tokens an item, the unit that is selected and moved. None: the algorithm's default.
-        algorithm: `"quest"`, `"rabitq"`, or `"auto"`: the model's own indexer where it has one, otherwise RaBitQ.
+        algorithm: `"quest"`, `"rabitq"`, or `"auto"`: the model's own indexer where it has one, otherwise RaBitQ. Or a
+            subclass of `KeyScoring`, a method of your own.
         dense_layers: Indices of layers that stay dense, with their whole KV on the device.
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
@@ -47,7 +48,7 @@ class HiSparseConfig:
     top_k: int | None = None
     buffer_size: int | None = None
     page_size: int | None = None
-    algorithm: str = "auto"
+    algorithm: str | type = "auto"
     dense_layers: Collection[int] = ()
     sink_tokens: int | None = None
     recent_tokens: int | None = None

@@ -79,6 +79,8 @@ class SparseCoordinator:
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
+        self.selected: list[Tensor] | None = None
+        """While a trace is recorded, what the forward under way has selected."""
 
         self.memory: Memory | None = None
         self._reserved: Memory | None = None
@@ -110,7 +112,7 @@ class SparseCoordinator:
                 for, cannot be had.
         """
         new = copy.copy(self)
-        new.attending = False
+        new.attending, new.selected = False, None
         new.algorithm = copy.deepcopy(self.algorithm)
         new._reserved = None
         if self._reserved is not None and self.capacity:
@@ -385,6 +387,8 @@ class SparseCoordinator:
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
         """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
+        if self.selected is not None:
+            self.selected.append(selection)
         buffer, slots = self.memory.fetch(selection)
         return self.backend.attend(
             query, buffer, slots, selection, self.starts, self.lengths, self.memory.layout, scale, **kwargs

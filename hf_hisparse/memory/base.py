@@ -25,6 +25,11 @@ class Memory(ABC):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes an item."""
+        return self.layout.elements * self.dtype.itemsize
+
+    @property
     @abstractmethod
     def room(self) -> int:
         """Tokens that fit as it is. Up to there no tensor moves."""

@@ -114,17 +114,20 @@ class AttentionPatch:
     def make_coordinator(module: nn.Module, config: HiSparseConfig, backend: Any) -> SparseCoordinator:
         """A coordinator for the layer of such a module."""
         name = AUTO if config.algorithm == "auto" else config.algorithm
-        if name not in ALGORITHMS:
-            raise ValueError(f"`algorithm` must be 'auto' or one of {sorted(ALGORITHMS)}, not {name!r}")
+        method = ALGORITHMS.get(name) if isinstance(name, str) else name
+        if not (isinstance(method, type) and issubclass(method, KeyScoring)):
+            raise ValueError(
+                f"`algorithm` must be 'auto', one of {sorted(ALGORITHMS)} or a subclass of `KeyScoring`, not {name!r}"
+            )
         top_k = 2048 if config.top_k is None else config.top_k
-        recent = min(KeyScoring.recent_tokens, top_k // 4) if config.recent_tokens is None else config.recent_tokens
+        recent = min(method.recent_tokens, top_k // 4) if config.recent_tokens is None else config.recent_tokens
 
         def algorithm() -> KeyScoring:
-            return ALGORITHMS[name](config.page_size, config.sink_tokens, recent)
+            return method(config.page_size, config.sink_tokens, recent)
 
-        method = algorithm()
-        page_size = method.page_size
-        k, held = config.resolve(page_size, top_k, method.kept_items)
+        example = algorithm()
+        page_size = example.page_size
+        k, held = config.resolve(page_size, top_k, example.kept_items)
         layout = partial(ItemLayout.page_head, page_size)
         slots = held if config.offload else None
         return SparseCoordinator(top_k, k, slots, layout, algorithm, backend, config.max_cache_len)
