@@ -7,16 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from eval import bench_attention, bench_decode, exactness, readme_tables
+from eval import bench_attention, bench_decode, exactness, readme_tables, sweep
 from eval.common import TINY_MODELS, environment
+from eval.policies import POLICIES, simulate
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.memory import pinned
-from tests.helpers import DEVICE, METHODS, forward, make_model, random_ids, same_bits
+from hf_hisparse.trace import LayerTrace, Trace
+from tests.helpers import DEVICE, METHODS, decode, forward, make_model, random_ids, same_bits
 
 
 CONTEXT, NEW, BATCH = 120, 9, 2
@@ -28,7 +31,8 @@ THEIRS = ["dynamic", "static"] if DEVICE.type == "cpu" else ["dynamic", "offload
 @pytest.fixture(autouse=True)
 def as_loud_as_before(monkeypatch):
     """What the program silences for its process stays as it is for the other tests."""
-    monkeypatch.setattr(bench_decode, "quiet", lambda: None)
+    for program in (bench_decode, sweep):
+        monkeypatch.setattr(program, "quiet", lambda: None)
 
 
 def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
@@ -73,6 +77,7 @@ def test_bench_decode(tmp_path, capsys):
         assert min(row["ttft_all_s"]) > 0 and len(row["ttft_all_s"]) == 2
         assert 0 < row["tpot_ms"] <= row["tpot_p99_ms"] <= row["tpot_p999_ms"] and row["tokens_per_s"] > 0
         assert row["weights_bytes"] > 0 and row["host_allocation_s"] >= 0
+        assert row.get("selection") == ("the algorithm's" if row["cache"] in OURS else None)
         if row["cache"] in OURS or DEVICE.type == "cpu":
             assert (row["graph_pool_bytes"] > 0) == (DEVICE.type == "cuda")
         if DEVICE.type == "cuda":
@@ -171,3 +176,117 @@ def test_bench_attention(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("1234.0") == len([row for row in rows if "us" in row])
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
     assert readme_tables.attention().count("1234") == len([row for row in rows if "us" in row])
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    """Of a model with other layers and rows than the one of `bench`."""
+    model, tokens = make_model("llama"), 110
+    cache = HierarchicalSparseCache(model, top_k=64, page_size=4, algorithm="quest")
+    with cache.record_trace() as recorded:
+        decode(model, random_ids(1, tokens + NEW), cache, tokens)
+    assert (len(recorded.layers), recorded.layers[0].selections.shape[1]) == (2, 2)
+    return recorded
+
+
+def test_bench_decode_replays_a_trace(trace, tmp_path, monkeypatch):
+    """Its layers and rows in turn, from its first step on; what is missed is what the simulation says."""
+    trace.save(tmp_path / "trace.npz")
+    seen: list[Tensor] = []
+    attend = SparseCoordinator.attend
+
+    def recording(self, query, selection, *args, **kwargs):
+        seen.append(selection)
+        return attend(self, query, selection, *args, **kwargs)
+
+    monkeypatch.setattr(SparseCoordinator, "attend", recording)
+    more = ["--caches", "eager", "--trace", str(tmp_path / "trace.npz"), "--repeat", "1"]
+    sizes = (
+        f"--model tiny --context {CONTEXT} --batch {BATCH} --new-tokens {NEW} --dtype float32 --device {DEVICE}".split()
+    )
+    output = tmp_path / "rows.json"
+    assert bench_decode.main([*sizes, *more, "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    (row,) = written["rows"]
+    assert "a trace of LlamaForCausalLM, Quest(page_size=4), 2 layers of 2 rows, 110 tokens" in row["selection"]
+    assert written["selection"].endswith("trace.npz") and (written["top_k"], written["page_size"]) == (64, 4)
+    # Of the run that is timed: 4 layers, and 2 heads of 2 sequences.
+    seen = seen[-4 * (NEW - 1) :]
+    for step in range(NEW - 1):
+        for layer in range(4):
+            recorded = torch.from_numpy(trace.layers[layer % 2].selections[step])
+            assert torch.equal(seen[4 * step + layer].cpu(), recorded.repeat(2, 1))
+
+
+def test_a_trace_that_does_not_fit_is_a_row_that_says_so(trace, tmp_path):
+    trace.save(tmp_path / "trace.npz")
+    more = ["--caches", "hierarchical", "--trace", str(tmp_path / "trace.npz")]
+    for wrong, message in (
+        (["--top-k", "60"], "the trace selects 16 items of 4 tokens, and the model 15 of 4; use `--top-k 64"),
+        (["--context", "100"], "the trace is of 110 tokens; use a `--context` of that or more"),
+        (["--new-tokens", "20"], "the trace has 9 decode steps, and 19 are generated; record more"),
+    ):
+        status, written = bench(tmp_path / "rows.json", *more, *wrong)
+        assert status == 1 and message in written["rows"][0]["error"]
+    for wrong in (["--overlap", "0.5"], ["--trace", str(tmp_path / "none.npz")]):
+        with pytest.raises(SystemExit):
+            bench(tmp_path / "rows.json", *more, *wrong)
+
+
+def test_sweep(tmp_path, capsys):
+    """Records, simulates and measures; and takes up what it recorded."""
+    output, kept = tmp_path / "rows.json", tmp_path / "trace.npz"
+    more = (
+        f"--model llama-tiny --new-tokens {NEW} --top-k 64 --page-size 4 --device {DEVICE} --dtype float32 --repeat 1"
+    )
+    files = ["--output", str(output), "--save-trace", str(kept)]
+    sizes = ["--sizes", "2", "1", "--context", str(CONTEXT)]
+    assert sweep.main([*more.split(), *sizes, "--live", "--slowdown", "1e9", *files]) == 0
+    written, printed = json.loads(output.read_text()), capsys.readouterr().out
+    trace = Trace.load(kept)
+    rows = {(row["eviction"], row["size"]): row for row in written["rows"]}
+    assert list(rows) == [(name, size) for name in ("lru", "fifo", "lfu", "belady") for size in (1, 2)]
+    assert written["trace"]["steps"] == trace.steps == NEW - 1 and written["trace"]["context"] == CONTEXT
+    for (name, size), row in rows.items():
+        assert row["buffer_size"] == 64 * size and row["steps"] == NEW - 2
+        # Keys and values of 4 layers and 2 heads, 16 wide, in float32.
+        assert row["buffer_bytes"] == 2 * 4 * 2 * 16 * 4 * 64 * size
+        selected = (NEW - 2) * 4 * 2 * 16
+        moved = round((1 - row["hit_rate"]) * selected) * 4 * 2 * 16 * 4
+        assert row["bytes_a_step"] == pytest.approx(moved / (NEW - 2)) and row["bytes_p99"] >= row["bytes_a_step"]
+        assert row["modelled_ms"] >= written["step_ms"] > 0
+        assert row["hit_rate"] <= rows["belady", size]["hit_rate"] and ("measured_ms" in row) == (name == "lru")
+    for size in (1, 2):
+        # The first step, which misses all, is counted there.
+        hits, misses, _ = simulate(trace, size, POLICIES["lru"])
+        assert rows["lru", size]["measured_hit_rate"] == pytest.approx(hits.sum() / (hits + misses).sum())
+    assert written["recommended"] == 64 and "buffer_size=64" in printed and "next step's too" in printed
+
+    assert sweep.main(["--trace", str(kept), "--sizes", "1", "2", "--output", str(output)]) == 0
+    again = json.loads(output.read_text())
+    assert again["recommended"] is None and "`--step-ms`, or `--live`" in capsys.readouterr().out
+    for row in again["rows"]:
+        assert row.items() <= rows[row["eviction"], row["size"]].items()
+    times = ["--step-ms", "1", "--gb-per-s", "1e-3", "--slowdown"]
+    for slowdown, best in ((1e9, 64), (0, None)):
+        assert (
+            sweep.main(["--trace", str(kept), "--sizes", "1", "2", "--output", str(output), *times, str(slowdown)]) == 0
+        )
+        assert json.loads(output.read_text())["recommended"] == best
+
+
+def test_what_selections_have_in_common():
+    """Two layers of one row, three steps, two items each, in pages of 2 tokens."""
+    first = np.array([[[0, 1]], [[1, 2]], [[2, -1]]], np.int32)
+    second = np.array([[[0, 1]], [[3, 0]], [[0, 2]]], np.int32)
+    layers = [LayerTrace(i, 2, 8, 4, selections) for i, selections in enumerate((first, second))]
+    trace = Trace("", "", 4, 1, np.array([7, 8, 9]), np.array([True, False, False]), layers)
+    found = sweep.overlap(trace)
+    assert found["steps"] == [2 / 4, 2 / 4]
+    assert found["layers"] == [3 / 5, None]
+    assert found["neighbours"] == [2 / 5, 1 / 6]
+    # Of 4, 4 and 5 items, the last of which has none behind it.
+    assert found["chance"] == pytest.approx([(1 / 3 + 1 / 3 + 0) / 3, (1 / 3 + 1 / 3 + 1 / 4) / 3])
