@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
-from hf_hisparse import identity, storage
+from hf_hisparse import identity, plotting, storage
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
@@ -182,7 +182,7 @@ class HierarchicalSparseCache(Cache):
         self._text_config = model.config.get_text_config(decoder=True)  # type: ignore[operator]
         try:
             layers = self._make_layers(model, patch)
-        except ValueError:
+        except Exception:
             if not patched:
                 unpatch_model(model)
             raise
@@ -581,11 +581,7 @@ class HierarchicalSparseCache(Cache):
 
     def replays(self, tokens: int, device: torch.device) -> bool:
         """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
-        if self.graphed is None or device.type != self.graphed.recorder.device_type or not self.decodes(tokens):
-            return False
-        if self._tracing is not None:
-            logger.warning_once("Decode steps run eagerly, and not as a CUDA graph, while `record_trace` records them.")
-        return self._tracing is None
+        return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
 
     def needs_masks(self, tokens: int) -> bool:
         """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
@@ -612,8 +608,10 @@ class HierarchicalSparseCache(Cache):
         """Equal for as long as all buffers of a decode step lie where they are.
 
         Raises:
-            Uncapturable: If there are layers whose buffers move at every step.
+            Uncapturable: If there are layers whose buffers move at every step, or a trace is recorded.
         """
+        if self._tracing is not None:
+            raise Uncapturable("`record_trace` records what they select")
         if self.has_other_layers:
             others = [i for i, layer in enumerate(self.layers) if not isinstance(layer, HierarchicalLayer)]
             raise Uncapturable(f"layers {others} keep transformers' own caches, which are made anew at every step")
@@ -711,6 +709,39 @@ class HierarchicalSparseCache(Cache):
             layers.append(layer_stats(index, counts, log, item_bytes, held))
             dense_bytes += coordinator.dense_bytes
         return CacheStats(layers, dense_bytes)
+
+    def residency(self) -> Tensor:
+        """Which tokens are on the device: `[layers, tokens]` float32 on the CPU, for each hierarchical layer the share
+        of its rows, (sequence, KV head) pairs, that have a token there. Waits for the device."""
+        length = self.get_seq_length()
+        lines = [layer.coordinator.residency() for _, layer in self._hierarchical]
+        return torch.stack([line[:length] for line in lines]) if lines else torch.zeros(0, length)
+
+    def plot(self) -> Any:
+        """Hit rates by layer and step, and which tokens are on the device by layer: a matplotlib `Figure`, which a
+        notebook shows. Waits for the device.
+
+        Raises:
+            ImportError: If matplotlib is not installed, which `pip install 'hf-hisparse[plot]'` does.
+        """
+        return plotting.plot(self.stats(), self.residency())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Waits for the device."""
+        stats = self.stats()
+        coordinators = [layer.coordinator for _, layer in self._hierarchical]
+        batch = max((coordinator.batch for coordinator in coordinators), default=1)
+        facts = [
+            ("tokens", f"{self.get_seq_length():,} x {max(batch, 1)}"),
+            ("hierarchical layers", f"{len(coordinators)} of {len(self.layers)}"),
+            ("selection", ", ".join({f"{each.algorithm!r}, top_k={each.top_k}" for each in coordinators}) or "none"),
+            ("on the device", f"{stats.device_bytes / 2**20:.1f} MiB; dense, {stats.dense_bytes / 2**20:.1f} MiB"),
+            ("in host memory", f"{stats.host_bytes / 2**20:.1f} MiB"),
+        ]
+        if stats.hit_rate is not None:
+            moved = f"{stats.bytes_moved / 2**20:.1f} MiB fetched"
+            facts.append(("hit rate", f"{stats.hit_rate:.1%} of {stats.hits + stats.misses:,} items; {moved}"))
+        return plotting.html(type(self).__name__, facts, stats)
 
     def __repr__(self) -> str:
         hierarchical = [layer.coordinator for _, layer in self._hierarchical]

@@ -468,3 +468,10 @@ class SparseCoordinator:
         """Bytes of host memory."""
         memory = self.memory or self._reserved
         return memory.host_bytes if memory is not None else 0
+
+    def residency(self) -> Tensor:
+        """The share of rows that have each token on the device, `[tokens]` float32 on the CPU."""
+        if self.memory is None:
+            return torch.ones(self.length)
+        page_size = self.memory.layout.page_size
+        return self.memory.residency(self.length).repeat_interleave(page_size)[: self.length]

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_hisparse import HierarchicalSparseCache, enable
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
 from hf_hisparse.algorithms.rabitq import rotation
 from hf_hisparse.ops import reference
 from hf_hisparse.ops.reference import softmax_mass, valid_tokens
-from tests.helpers import DEVICE
+from tests.helpers import DEVICE, decode, generate, random_ids, same_bits
 
 
 WIDTH = 16
@@ -489,3 +490,41 @@ def test_a_query_of_the_indexer_selects_the_same_whatever_else_is_asked():
         some = slice(one, one + 1)
         alone = algorithm.retrieve_topk(query[:, some], weights[:, some], 0.3, starts, positions + one, 60, 7)
         assert torch.equal(alone, together[:, some])
+
+
+# ---- a method of one's own -------------------------------------------------------------------------------------------
+
+
+class Oldest(KeyScoring):
+    """Prefers what lies at the beginning."""
+
+    page_size = 4
+    recent_tokens = 3
+
+    def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        return {"nothing": keys.new_zeros(*keys.shape[:2], 1)}
+
+    def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return old
+
+    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+        return -torch.arange(items, device=query.device).float().expand(len(query), items).contiguous()
+
+
+def test_a_class_is_an_algorithm(tiny):
+    """With the defaults that it names, over the hierarchical cache as over the resident oracle, by `enable` too."""
+    model, ids = tiny("llama"), random_ids(2, 90)
+    cache, resident = (HierarchicalSparseCache(model, top_k=32, algorithm=Oldest, offload=o) for o in (True, False))
+    with cache.record_trace() as trace:
+        logits = decode(model, ids, cache, 80)
+    assert same_bits(logits, decode(model, ids, resident, 80))
+    assert repr(cache.layers[0].coordinator.algorithm) == trace.algorithm == "Oldest(page_size=4)"
+    for step, tokens in enumerate(range(81, 91)):
+        newest = sorted({(tokens - back) // 4 for back in (1, 2, 3)})
+        assert trace.layers[0].selections[step, 0].tolist() == [*range(8 - len(newest)), *newest]
+    chosen = generate(model, ids, cache := HierarchicalSparseCache(model, top_k=32, algorithm=Oldest), 5)
+    assert cache.stats().misses
+    with enable(model, top_k=32, algorithm=Oldest):
+        assert torch.equal(generate(model, ids, None, 5).sequences, chosen.sequences)
+    with pytest.raises(TypeError, match="abstract"):
+        HierarchicalSparseCache(model, algorithm=KeyScoring)

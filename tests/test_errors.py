@@ -68,6 +68,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sink negative": ({"sink_tokens": -1}, ["`sink_tokens`", "zero or a positive integer", "-1"]),
     "recent negative": ({"recent_tokens": -1}, ["`recent_tokens`", "zero or a positive integer", "-1"]),
     "unknown algorithm": ({"algorithm": "fastest"}, ["`algorithm`", "'fastest'", "'auto'", "'quest'", "'rabitq'"]),
+    "algorithm no KeyScoring": ({"algorithm": LightningIndexer}, ["`algorithm`", "`KeyScoring`", "LightningIndexer"]),
+    "algorithm an instance": (
+        {"algorithm": Quest()},
+        ["`algorithm`", "subclass of `KeyScoring`", "Quest(page_size=32)"],
+    ),
     "unknown backend": ({"backend": "magic"}, ["`backend`", "'magic'", "'reference'"]),
     "dense layer too large": ({"dense_layers": [0, 2]}, ["`dense_layers`", "[2]", "layers 0 to 1"]),
     "dense layer negative": ({"dense_layers": [-1]}, ["`dense_layers`", "[-1]", "layers 0 to 1"]),
@@ -107,6 +112,7 @@ def test_an_option_that_there_is_not():
     [
         ({"top_k": 64}, ["`top_k=64`", "`index_topk=32`", "leave `top_k` out"]),
         ({"algorithm": "quest"}, ["`algorithm='quest'`", "its own indexer", "use `algorithm='auto'`"]),
+        ({"algorithm": Quest}, ["Quest", "its own indexer", "use `algorithm='auto'`"]),
         ({"page_size": 4}, ["`page_size=4`", "single tokens", "leave `page_size` out"]),
         ({"buffer_size": 16}, ["`buffer_size=16`", "`top_k=32`", "use `buffer_size=32` or more"]),
     ],

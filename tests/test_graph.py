@@ -670,6 +670,19 @@ def eagerly(model: nn.Module, warned: Any, reason: str, caches: tuple[Any, Any] 
     assert len(warned()) == 1 and reason in warned()[0]
 
 
+def test_steps_that_are_recorded_run_eagerly(tiny, kind, warned):
+    """And as the graph that there was before when that ends."""
+    model = tiny(MODELS[kind][0])
+    caches = twins(model, kind)
+    follow(model, caches, 3)
+    before = replays(caches[0])
+    with caches[0].record_trace() as trace:
+        eagerly(model, warned, "`record_trace`", caches)
+    assert trace.steps == 3 and before > 0
+    follow(model, caches, 3, seed=2)
+    assert replays(caches[0]) == before + 3 and caches[0].graphed.captured == 1
+
+
 def test_unknown_arguments_run_eagerly(tiny, warned):
     eagerly(tiny("llama"), warned, "`output_hidden_states`", output_hidden_states=True)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_hisparse import HierarchicalSparseCache, storage, unpatch_model
+from hf_hisparse.algorithms import Quest
 from hf_hisparse.cache import FILE_KEY
 from hf_hisparse.memory import host_store
 from hf_hisparse.models import is_patched
@@ -196,6 +197,28 @@ def test_other_options_are_refused(tmp_path, options):
         HierarchicalSparseCache.load(model, tmp_path / "cache", max_cache_len=50)
     assert not is_patched(model)
     HierarchicalSparseCache.load(model, tmp_path / "cache", top_k=40)
+
+
+class Coarse(Quest):
+    page_size = 4
+
+
+def test_an_algorithm_that_is_a_class(tiny, tmp_path):
+    """Its name is saved, and it has to be given again."""
+    model, path = tiny("llama"), tmp_path / "cache"
+    cache = filled(model, 60, top_k=40, algorithm=Coarse)
+    cache.save(path)
+    with pytest.raises(ValueError, match="was saved with `algorithm=tests.test_save.Coarse`; give that class"):
+        HierarchicalSparseCache.load(model, path)
+    for other in (Quest, "quest"):
+        with pytest.raises(ValueError, match="other options: algorithm was 'tests.test_save.Coarse'"):
+            HierarchicalSparseCache.load(model, path, algorithm=other)
+    found = HierarchicalSparseCache.load(model, path, algorithm=Coarse)
+    more = random_ids(2, 5, seed=1)
+    assert same_bits(steps(model, more, found), steps(model, more, cache))
+    filled(model, 60, top_k=40, algorithm="quest", page_size=4).save(path)
+    with pytest.raises(ValueError, match="other options: algorithm was 'quest'"):
+        HierarchicalSparseCache.load(model, path, algorithm=Coarse)
 
 
 def test_files_of_others_are_refused(tiny, tmp_path):

@@ -123,3 +123,7 @@ class Memory(ABC):
     def log(self) -> Tensor | None:
         """`[steps, 2]` int64 on the CPU, hits and misses of the latest steps, oldest first; None where none miss."""
         return None
+
+    def residency(self, tokens: int) -> Tensor:
+        """The share of rows that have each item of `tokens` tokens on the device, `[items]` float32 on the CPU."""
+        return torch.ones(self.layout.items(tokens))

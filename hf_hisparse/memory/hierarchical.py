@@ -110,3 +110,10 @@ class HierarchicalMemory(Memory):
         log = self.buffer.log.sum(0).cpu()
         held = min(steps, len(log))
         return log[torch.arange(steps - held + 1, steps + 1) % len(log)]
+
+    def residency(self, tokens: int) -> Tensor:
+        items = self.layout.items(tokens)
+        held = self.buffer.slot_item.flatten().long().cpu()
+        # Items of a history that was longer may lie there still.
+        held = held[(held >= 0) & (held < items)]
+        return torch.bincount(held, minlength=items) / self.rows
