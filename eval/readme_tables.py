@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eval import sweep
 from eval.common import table
 
 
@@ -219,9 +220,23 @@ def attention() -> str:
     return f"{table(head, body)}\n\n{source(['bench_attention'], run['environment'])}"
 
 
+def buffer() -> str:
+    """Hit rates and bytes against the size of the buffer, without times: those are of a machine."""
+    run = load("sweep-smollm2")
+    hidden = ("modelled_ms", "modelled_p99_ms", "measured_ms", "measured_p99_ms")
+    names = {"steps": "next step", "layers": "next layer", "neighbours": "next item", "chance": "next item, by chance"}
+    shares = []
+    for name, label in names.items():
+        values = [value for value in run["overlap"][name] if value is not None]
+        shares.append([label, f"{sum(values) / len(values):.0%}", f"{min(values):.0%} to {max(values):.0%}"])
+    both = f"{sweep.show(run['rows'], hidden)}\n\n{table(['of a selection, also in', 'mean', 'layers'], shares)}"
+    return f"{both}\n\n{source(['sweep-smollm2'], run['environment'])}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "attention": attention,
+    "buffer": buffer,
     "exactness": exactness,
     "decode": partial(decode, "bench_decode-llama-8b"),
     "decode_128k": partial(decode, "bench_decode-llama-8b-128k"),

@@ -5,10 +5,9 @@ run through buffers of several sizes, by several rules of eviction. `lru` is wha
 future, which no rule can do better than. Steps that find an empty buffer, the first one above all, miss everything
 whatever its size, and are left out.
 
-A step's time is modelled as what it takes without misses and the bytes that it moves at `--gb-per-s`. The first is
-`--step-ms`, or what the resident oracle takes here. With `--live` times are measured: `generate` over the cache with
-each size, the trace's selections replayed (`eval.bench_decode`), on the model of `--model`, which may be another than
-the one that the trace is of.
+With `--live` times are measured: `generate` over the cache with each size, the trace's selections replayed
+(`eval.bench_decode`), on the model of `--model`, which may be another than the one that the trace is of. With
+`--step-ms`, what a step takes without misses, they are modelled: that, and the bytes at `--gb-per-s`.
 
 The buffer recommended is the smallest whose step is no more than `--slowdown` slower than one without misses, or where
 times are measured than the fastest.
@@ -143,8 +142,8 @@ class Live:
         self.model, self.trace, self.repeat = model, trace, repeat
         self.options = {"top_k": trace.top_k, "page_size": trace.layers[0].page_size, "algorithm": algorithm}
 
-    def row(self, cache: str, buffer_size: int | None = None) -> dict[str, Any]:
-        """That of `eval.bench_decode` for a kind of cache.
+    def size(self, buffer_size: int) -> dict[str, Any]:
+        """What is measured of one size: times of all steps, the first one too, and what the cache counted.
 
         Raises:
             ValueError: If it cannot be measured.
@@ -152,14 +151,9 @@ class Live:
         script = partial(Replaying, self.trace, device=self.model.device)
         options = self.options | {"buffer_size": buffer_size}
         bench = Bench(self.model, self.trace.steps + 1, self.repeat, options, script)
-        row = bench.row(cache, int(self.trace.tokens[0]) - 1, self.trace.batch)
+        row = bench.row("hierarchical", int(self.trace.tokens[0]) - 1, self.trace.batch)
         if "error" in row:
             raise ValueError(row["error"])
-        return row
-
-    def size(self, buffer_size: int) -> dict[str, Any]:
-        """What is measured of one size: times of all steps, the first one too, and what the cache counted."""
-        row = self.row("hierarchical", buffer_size)
         names = {"tpot_ms": "ms", "tpot_p99_ms": "p99_ms", "hit_rate": "hit_rate", "bytes_moved_a_step": "bytes_a_step"}
         return {f"measured_{name}": row[theirs] for theirs, name in names.items()}
 
@@ -273,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 1.5, 2, 3, 4, 6, 8], help="multiples of top-k")
     parser.add_argument("--evictions", nargs="+", choices=POLICIES, default=[*POLICIES])
-    parser.add_argument("--step-ms", type=float, help="a step without misses (default: measured, unless with --trace)")
+    parser.add_argument("--step-ms", type=float, help="what a step without misses takes: gives modelled times")
     parser.add_argument("--gb-per-s", type=float, default=50.0, help="what the link moves (default: 50, PCIe 5 x16)")
     parser.add_argument("--slowdown", type=float, default=0.05, help="the share that a step may be slower by")
     parser.add_argument("--live", action="store_true", help="measure `generate` with each size as well")
@@ -307,19 +301,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     widest = max(layer.selections.shape[2] for layer in trace.layers)
     sizes = sorted({size for size in args.sizes if size * widest <= MAX_SLOTS})
 
-    step_ms = args.step_ms
-    if args.live or args.trace is None:
-        live = Live(
-            make_model(args.model, device, dtype) if model is None else model, trace, args.repeat, args.algorithm
-        )
-        step_ms = live.row("resident")["tpot_ms"] if step_ms is None else step_ms
+    step_ms, live = args.step_ms, None
+    if args.live:
+        model = make_model(args.model, device, dtype) if model is None else model
+        live = Live(model, trace, args.repeat, args.algorithm)
     rows = []
     for rule in args.evictions:
         for size in sizes:
             row, moved = simulated(trace, size, rule)
             if step_ms is not None:
                 row |= modelled(moved, step_ms, args.gb_per_s)
-            if args.live and rule == "lru":
+            if live is not None and rule == "lru":
                 row |= live.size(row["buffer_size"])
             rows.append(row)
     common, best = overlap(trace), recommend(rows, args.slowdown, step_ms)
@@ -327,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = f"{trace.steps} steps of {trace.model} with {trace.algorithm}, top_k={trace.top_k}"
     print(f"{what}, after {trace.tokens[0] - 1:,} tokens\n\n{show(rows)}\n")
     print("\n".join(in_words(common)))
-    if best is None and step_ms is None:
+    if best is None and step_ms is None and live is None:
         print("\nFor times, and the smallest buffer that is fast enough: `--step-ms`, or `--live`.")
     elif best is None:
         print(f"\nNo buffer is within {args.slowdown:.0%}; try larger --sizes.")
