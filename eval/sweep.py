@@ -223,31 +223,31 @@ def plot(rows: Sequence[dict[str, Any]], common: dict[str, list[float | None]], 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (rates, moved, times, shared) = pyplot.subplots(1, 4, figsize=(19, 4.2))
+    timed = [kind for kind in ("modelled", "measured") if any(f"{kind}_ms" in row for row in rows)]
+    panels = 4 if timed else 3
+    figure, (rates, moved, shared, *more) = pyplot.subplots(1, panels, figsize=(4.8 * panels, 4.2))
     for name in dict.fromkeys(row["eviction"] for row in rows):
         mine = [row for row in rows if row["eviction"] == name]
         sizes = [row["size"] for row in mine]
         rates.plot(sizes, [100 * row["hit_rate"] for row in mine], "-o", markersize=3, label=name)
         line = moved.plot(sizes, [row["bytes_a_step"] / 2**20 for row in mine], "-o", markersize=3, label=name)[0]
         moved.plot(sizes, [row["bytes_p99"] / 2**20 for row in mine], ":", color=line.get_color())
-    ours = [row for row in rows if row["eviction"] == "lru"]
-    for kind in ("modelled", "measured"):
-        mine = [row for row in ours if f"{kind}_ms" in row]
-        if mine:
-            sizes = [row["size"] for row in mine]
+    for times in more:
+        mine = [row for row in rows if row["eviction"] == "lru"]
+        sizes = [row["size"] for row in mine]
+        for kind in timed:
             line = times.plot(sizes, [row[f"{kind}_ms"] for row in mine], "-o", markersize=3, label=f"lru, {kind}")[0]
             times.plot(sizes, [row[f"{kind}_p99_ms"] for row in mine], ":", color=line.get_color())
+        times.set(xlabel="buffer, x top-k", ylabel="ms a token (dotted: P99)", ylim=(0, None))
     labels = {"steps": "next step", "layers": "next layer", "neighbours": "next item", "chance": "next item, by chance"}
     for name, label in labels.items():
         shared.plot([np.nan if value is None else 100 * value for value in common[name]], label=label)
     size = "buffer, x top-k"
     rates.set(xlabel=size, ylabel="hit rate, %")
     moved.set(xlabel=size, ylabel="MiB a step (dotted: P99)", ylim=(0, None))
-    times.set(xlabel=size, ylabel="ms a token (dotted: P99)", ylim=(0, None))
     shared.set(xlabel="layer", ylabel="of a selection, %", ylim=(0, 100))
-    for panel in (rates, moved, times, shared):
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend()
+    for panel in figure.axes:
+        panel.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
