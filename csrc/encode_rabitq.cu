@@ -2,11 +2,13 @@
 //
 // In:   key [rows, width]; position [rows] int64, of the token in its history; rotation [width, width] float32.
 // Both: bits [rows, capacity, width / 8] uint8, least significant first; scales [rows, capacity] float16; centres
-//       [rows, centre_capacity, width], of the key's dtype; total [rows, width] float32 and count [rows] int64, the sum
-//       and the number of the keys of the newest block of `block` tokens. width is a multiple of 8, at most 256.
+//       [rows, centre_capacity, width], of the key's dtype; total [rows, width] and count [rows], both int64, the sum, in
+//       multiples of 2^-32, and the number of the keys of the newest block of `block` tokens. width is a multiple of 8, at
+//       most 256.
 //
 // A token that opens a block makes the mean of the block before it the centre of its own, and begins total and count anew.
-// With x = (key - centre) rotated, its bits are x >= 0 and its scale |x|_2^2 / |x|_1. Every sum has a fixed order.
+// With x = (key - centre) rotated, its bits are x >= 0 and its scale |x|_2^2 / |x|_1. Every sum has a fixed order, but that of
+// the keys, which is the same in any.
 //
 // Shape. A block of 512 threads takes a row: a thread sums a share of the width for one channel.
 //
@@ -20,13 +22,22 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWidth = 256;
+constexpr double kGrain = 1.0 / 4294967296.0, kLargest = 4194304.0;
+
+__device__ __forceinline__ long long grains(float x) {
+    return x != x ? 0 : __double2ll_rn(fmin(fmax(static_cast<double>(x), -kLargest), kLargest) / kGrain);
+}
+
+__device__ __forceinline__ float mean_of_grains(long long total, long long count) {
+    return static_cast<float>(static_cast<double>(total) / static_cast<double>(max(count, 1ll)) * kGrain);
+}
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) encode_rabitq(
     const void* __restrict__ key, const long long* __restrict__ position, const float* __restrict__ rotation,
     unsigned char* __restrict__ bits, unsigned short* __restrict__ scales, void* __restrict__ centres,
-    float* __restrict__ total, long long* __restrict__ count, long long width_, long long capacity,
+    long long* __restrict__ total, long long* __restrict__ count, long long width_, long long capacity,
     long long centre_capacity, long long block, long long dtype
 ) {
     const int width = static_cast<int>(width_);
@@ -45,14 +56,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) encode_rabitq(
         if (thread < width) {
             const float value = Type::widen(static_cast<const Element*>(key)[row * width + thread]);
             Element* const centre = static_cast<Element*>(centres) + (row * centre_capacity + at / block) * width + thread;
-            float* const sum = total + row * width + thread;
-            const float before = *sum;
+            long long* const sum = total + row * width + thread;
+            const long long before = *sum;
             Element mean = *centre;
             if (opens) {
-                mean = Type::narrow(before / static_cast<float>(max(count[row], 1ll)));
+                mean = Type::narrow(mean_of_grains(before, count[row]));
                 *centre = mean;
             }
-            *sum = opens ? value : before + value;
+            *sum = (opens ? 0 : before) + grains(value);
             centred[thread] = value - Type::widen(mean);
         }
     });

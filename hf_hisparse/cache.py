@@ -42,7 +42,7 @@ from hf_hisparse.trace import Trace, TraceRecorder
 
 logger = logging.get_logger(__name__)
 
-FILE_KEY, FILE_VERSION = "hf_hisparse", 1
+FILE_KEY, FILE_VERSION = "hf_hisparse", 2
 """In a file's metadata: where what `save` writes about a cache lies, and its version, raised when that changes."""
 SAVED_OPTIONS = ("top_k", "page_size", "algorithm", "dense_layers", "sink_tokens", "recent_tokens")
 """The options that a history depends on. All others may be different when it is loaded."""
@@ -85,7 +85,7 @@ class HierarchicalLayer(CacheLayerMixin):
         new = keys.shape[1]
         # A patched module stores its latents after it has selected, others before.
         start = coordinator.length - (0 if coordinator.attending else new)
-        if coordinator.attending and coordinator.decodes(new):
+        if coordinator.attending and new == 1 and coordinator.decodes(1):
             position = coordinator.lengths.unsqueeze(1)
         else:
             position = torch.arange(start, start + new, device=keys.device).unsqueeze(0)
@@ -152,8 +152,8 @@ class HierarchicalSparseCache(Cache):
 
     Args:
         model: The model that will use it, a decoder-only transformers model.
-        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_cache_len, cuda_graph,
-            compile, backend, offload: See `HiSparseConfig`.
+        top_k, buffer_size, page_size, algorithm, dense_layers, sink_tokens, recent_tokens, max_draft_tokens,
+            max_cache_len, cuda_graph, compile, backend, offload: See `HiSparseConfig`.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model; the message names it and the fix.
@@ -194,6 +194,8 @@ class HierarchicalSparseCache(Cache):
         self._lost = False
         self._recording = False
         self._tracing: TraceRecorder | None = None
+        self._drafting = False
+        self._drafts = 0
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
         device = next(model.parameters()).device
         if self.config.compile and device.type != "cuda":
@@ -429,7 +431,7 @@ class HierarchicalSparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
-        self._begun, self._lost = None, False
+        self._begun, self._lost, self._drafting = None, False, False
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):
                 self.layers[index].reset()
@@ -561,6 +563,7 @@ class HierarchicalSparseCache(Cache):
             )
         for coordinator in coordinators:
             coordinator.reserve(tokens)
+            coordinator.drafts = self._drafts
         self._parameters = (parameter.dtype, parameter.device)
         windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
         self._begun = length, windows
@@ -569,24 +572,42 @@ class HierarchicalSparseCache(Cache):
 
     def run_forward(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in place of a patched model's forward: that, or a graph of it."""
-        if self.graphed is None or self._begun is not None:
+        if self._begun is not None:
             # In a forward that is under way this is a model within a model.
             return forward(*args, **kwargs)
-        return self.graphed(self, model, forward, args, kwargs)
+        wanted = kwargs.get("logits_to_keep")
+        # `generate` asks for the logits of the drafts and of the one token before them, be it that of a prompt.
+        self._drafts = wanted - 1 if self._drafting and isinstance(wanted, int) and wanted > 1 else 0
+        try:
+            if self.graphed is None:
+                return forward(*args, **kwargs)
+            return self.graphed(self, model, forward, args, kwargs)
+        finally:
+            self._drafts = 0
+
+    def activate_past_recording(self) -> None:
+        """Called by `generate` before it decodes with drafts, of which those that it rejects are cropped."""
+        self._drafting = True
+        super().activate_past_recording()
+
+    def steps(self, tokens: int) -> int:
+        """How many of `tokens` new tokens, the last ones, take decode steps, in one hierarchical layer at least."""
+        return max((layer.coordinator.steps(tokens) for _, layer in self._hierarchical), default=0)
 
     def decodes(self, tokens: int) -> bool:
-        """Whether a forward of `tokens` new tokens is a decode step from the memory, in all hierarchical layers."""
+        """Whether `tokens` new tokens take decode steps from the memory, in all hierarchical layers."""
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         return bool(coordinators) and all(coordinator.decodes(tokens) for coordinator in coordinators)
 
     def replays(self, tokens: int, device: torch.device) -> bool:
         """Whether a forward of `tokens` new tokens on a device may be captured and replayed."""
-        return self.graphed is not None and device.type == self.graphed.recorder.device_type and self.decodes(tokens)
+        here = self.graphed is not None and device.type == self.graphed.recorder.device_type
+        return here and tokens == 1 and self.decodes(tokens)
 
     def needs_masks(self, tokens: int) -> bool:
         """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
         enough to know the padding."""
-        return self.has_other_layers or any(layer.coordinator.is_dense(tokens) for _, layer in self._hierarchical)
+        return self.has_other_layers or any(layer.coordinator.needs_mask(tokens) for _, layer in self._hierarchical)
 
     @property
     def has_other_layers(self) -> bool:
@@ -805,7 +826,11 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
     def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
         chosen = ("past_key_values", "cache", "cache_implementation")
         if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
-            kwargs[cache_argument(model)] = HierarchicalSparseCache(model, **options)
+            cache = HierarchicalSparseCache(model, **options)
+            if getattr(kwargs.get("generation_config"), "is_assistant", False):
+                # Its tokens are drafts, as `generate` tells a cache that it makes itself.
+                cache.activate_past_recording()
+            kwargs[cache_argument(model)] = cache
         return generate(*args, **kwargs)
 
     generate_hierarchical.replaced = replaced  # type: ignore[attr-defined]

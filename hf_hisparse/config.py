@@ -27,6 +27,10 @@ class HiSparseConfig:
         dense_layers: Indices of layers that stay dense, with their whole KV on the device.
         sink_tokens: First tokens of a sequence that are always attended to. None: 4.
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
+        max_draft_tokens: The most new tokens over a history that take decode steps, one after the other, each with a
+            selection of its own, as a draft does that is verified. More of them, such as a turn of a conversation or a
+            chunk of a prompt, are attended to densely and exactly. The drafts of `generate` (`assistant_model`,
+            `prompt_lookup_num_tokens`) take decode steps however many they are.
         max_cache_len: The longest history, prompt and new tokens together, that will be held. Its memory is then had
             when the first tokens come, so that running out is found before anything is generated; a CUDA graph is
             captured once; and what would pass it is refused. None: the history grows as it comes.
@@ -52,6 +56,7 @@ class HiSparseConfig:
     dense_layers: Collection[int] = ()
     sink_tokens: int | None = None
     recent_tokens: int | None = None
+    max_draft_tokens: int = 8
     max_cache_len: int | None = None
     cuda_graph: bool = True
     compile: bool = False
@@ -59,9 +64,9 @@ class HiSparseConfig:
     offload: bool = True
 
     def __post_init__(self):
-        for name in ("top_k", "buffer_size", "page_size", "max_cache_len"):
+        for name in ("top_k", "buffer_size", "page_size", "max_draft_tokens", "max_cache_len"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if (value is not None or name == "max_draft_tokens") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a positive integer, not {value!r}")
         for name in ("sink_tokens", "recent_tokens"):
             value = getattr(self, name)

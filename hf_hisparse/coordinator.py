@@ -38,6 +38,13 @@ def first_tokens(mask: Tensor | None, batch: int, device: torch.device) -> Tenso
     return starts.expand(batch)
 
 
+def seen_by_newest(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """What the newest query may see of the first `tokens` tokens, of a mask as for `first_tokens`."""
+    if mask is None:
+        return None
+    return (mask if mask.ndim == 2 else mask[:, :, -1:])[..., :tokens]
+
+
 class SparseCoordinator:
     """The history of one layer, and how a new token attends to it.
 
@@ -56,7 +63,11 @@ class SparseCoordinator:
         backend: How to attend.
         capacity: Tokens that there is room for as soon as the history goes to a memory. None: room for the present
             length, which grows.
+        max_draft_tokens: The most new tokens over a history that take decode steps, one after the other.
     """
+
+    drafts = 0
+    """How many of the last new tokens of the forward under way are drafts: at least these take decode steps."""
 
     layers = 1
     """How many layers grow alike, this one and those whose turn comes after it."""
@@ -73,7 +84,9 @@ class SparseCoordinator:
         algorithm: Callable[[], SparseAlgorithm],
         backend: AttentionBackend,
         capacity: int | None = None,
+        max_draft_tokens: int = 1,
     ):
+        self.max_draft_tokens = max_draft_tokens
         self.top_k, self.k, self.slots, self.backend = top_k, k, slots, backend
         self.capacity = capacity or 0
         self._make_layout, self._make_algorithm = layout, algorithm
@@ -199,16 +212,26 @@ class SparseCoordinator:
                 "use a new cache"
             )
 
-    def is_dense(self, tokens: int) -> bool:
-        """Whether `tokens` more tokens are attended to densely: with a short history, and in a prompt or a chunk of one
-        unless the algorithm selects for each of its tokens."""
-        prompt = tokens > 1 and not self.algorithm.selects_prompts
-        return prompt or self.length + tokens <= self.top_k
+    def fits(self, tokens: int) -> bool:
+        """Whether the history is still short enough to be dense with `tokens` more tokens."""
+        return self.length + tokens <= self.top_k
+
+    def steps(self, tokens: int) -> int:
+        """How many of `tokens` more tokens, the last ones, take decode steps. Those before are a prompt: all attend
+        densely, or if the algorithm selects prompts, to a selection each, as do steps."""
+        drafts = min(self.drafts, tokens - 1)
+        if self.length and tokens - drafts <= self.max_draft_tokens:
+            drafts = tokens
+        return max(0, min(drafts, self.length + tokens - self.top_k))
 
     def decodes(self, tokens: int) -> bool:
-        """Whether `tokens` more are one that attends to a selection from the memory. The device takes such a step
-        alone: all that it asks of the host is to be counted (`advance`)."""
-        return tokens == 1 and self.memory is not None
+        """Whether `tokens` more all take decode steps from the memory. The device takes such a step alone: all that it
+        asks of the host is to be counted (`advance`)."""
+        return self.memory is not None and self.steps(tokens) == tokens
+
+    def needs_mask(self, tokens: int) -> bool:
+        """Whether to know the padding is not enough for `tokens` more tokens: dense attention is masked by itself."""
+        return self.fits(tokens) or (tokens > 1 and not self.algorithm.selects_prompts)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
@@ -329,7 +352,7 @@ class SparseCoordinator:
         first = held // page_size * page_size
         self.memory.write(tuple(part[:, first:] for part in rows), first)
         start = self._aligned(max(held - 1, 0))
-        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts)
+        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts, held)
 
     def _aligned(self, token: int) -> int:
         """The last token at or before `token` that begins both an item and a unit of the representation."""
@@ -347,12 +370,17 @@ class SparseCoordinator:
     # ---- the decode step ---------------------------------------------------------------------------------------------
 
     def append(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`."""
+        """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`.
+
+        Args:
+            parts: The token.
+            mask: As for `first_tokens`, of this token and maybe of others after it.
+        """
         self._check(parts)
         if self.memory is None:
-            self._spill(self.history(), None if mask is None else mask[..., :-1])
+            self._spill(self.history(), seen_by_newest(mask, self.length))
         self._reserve(self.length + 1)
-        rows = [part.detach().flatten(0, 2) for part in parts]
+        rows = [part.detach().flatten(0, 2).contiguous() for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
         self.algorithm.update_representations(rows[0], self.lengths)
         self.lengths += 1
@@ -367,17 +395,17 @@ class SparseCoordinator:
 
         Args:
             tokens: How many there are.
-            mask: As for `first_tokens`. A decode step does not look at it, and may have None.
+            mask: As for `first_tokens`. Decode steps do not look at it, and may have None.
 
         Returns:
             `[batch]` int64 each, the first token that is not padding and the first new one; and how many tokens there
             are with the new ones, or there is room for.
         """
         if self.decodes(tokens):
-            return self.starts, self.lengths, max(self.room, self.length + 1)
+            return self.starts, self.lengths, max(self.room, self.length + tokens)
         assert mask is not None
         # Where attention is dense it is masked by itself.
-        starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
+        starts = first_tokens(None if self.needs_mask(tokens) else mask, len(mask), mask.device)
         return starts, torch.full_like(starts, self.length), self.length + tokens
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
@@ -425,7 +453,7 @@ class SparseCoordinator:
             start = self._aligned(length - 1)
             keys = self.memory.read(length, start)[0]
             self.lengths.fill_(length)
-            self.algorithm.construct_representations(keys, start, self.starts)
+            self.algorithm.construct_representations(keys, start, self.starts, length)
         self.length = length
 
     def select_batch(self, index: Tensor) -> None:

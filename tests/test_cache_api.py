@@ -84,16 +84,13 @@ def test_crop_and_go_on_equals_a_fresh_run(model, new_cache, keep):
 
 
 @pytest.mark.parametrize("keep", [101, 104, 105, 109])
-def test_crop_of_decoded_tokens_leaves_no_trace(model, new_cache, method, keep):
+def test_crop_of_decoded_tokens_leaves_no_trace(model, new_cache, keep):
     ids, more = random_ids(2, 110), random_ids(2, 30, seed=1)
     cropped, fresh = new_cache(), new_cache()
     decode(model, ids, cropped, 100)
     cropped.crop(keep - 110)
     decode(model, ids[:, :keep], fresh, 100)
-    a, b = steps(model, more, cropped), steps(model, more, fresh)
-    # RaBitQ builds the codes of the block that was cut anew, with a centre that more tokens were averaged for.
-    if method != "llama-rabitq":
-        assert same_bits(a, b)
+    assert same_bits(steps(model, more, cropped), steps(model, more, fresh))
 
 
 @pytest.mark.parametrize("keep", [10, 58, 105])
@@ -844,7 +841,7 @@ def test_a_prompt_counts_for_nothing(model, new_cache):
     cache = new_cache()
     forward(model, random_ids(2, 100), cache)
     assert cache.stats().hits == cache.stats().misses == 0
-    forward(model, random_ids(2, 7), cache)
+    forward(model, random_ids(2, 17), cache)
     assert cache.stats().hits == cache.stats().misses == 0
 
 

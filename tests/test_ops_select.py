@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -393,7 +394,7 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
         torch.full((rows, capacity, width // 8), 0xA5, dtype=torch.uint8),
         torch.full((rows, capacity), NAN, dtype=F16),
         torch.randn(rows, -(-capacity // block), width, generator=source).to(dtype),
-        torch.zeros(rows, width),
+        torch.zeros(rows, width, dtype=torch.int64),
         torch.zeros(rows, 1, dtype=torch.int64),
     )
     bits, scales, centres, total, count = (tensor.to(device) for tensor in held)
@@ -408,14 +409,15 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
 
     for row in range(rows):
         begin = ahead if row == rows - 1 else 0
-        sums, centre, seen = np.zeros(width, np.float32), first[row], 0
+        sums, centre, seen = [0] * width, first[row], 0
         for t in range(capacity - ahead):
             key, at = keys[t, row], begin + t
             if at % block == 0:
-                # The sums are of float32 in order, and the mean is rounded to the key's dtype.
-                centre = (torch.from_numpy(sums) / max(seen, 1)).to(dtype)
-                sums, seen = np.zeros(width, np.float32), 0
-            sums, seen = sums + key.float().numpy(), seen + 1
+                # The sums are of whole numbers, and the mean is rounded to float32 and then to the key's dtype.
+                centre = torch.tensor([total / max(seen, 1) / 2**32 for total in sums], dtype=F32).to(dtype)
+                sums, seen = [0] * width, 0
+            sums = [total + round(Fraction(value) * 2**32) for total, value in zip(sums, key.tolist(), strict=True)]
+            seen += 1
             x = (key.double() - centre.double()) @ matrix.double()
             found = torch.from_numpy(np.unpackbits(bits[row, at].cpu().numpy(), bitorder="little").astype(bool))
             sure = x.abs() > 1e-5 * x.norm()
@@ -423,7 +425,7 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
             expected = float(x.square().sum() / x.abs().sum())
             assert float(scales[row, at]) == pytest.approx(expected, rel=2**-10)
             assert torch.equal(centres[row, at // block].cpu(), centre)
-        assert torch.equal(total[row].cpu(), torch.from_numpy(sums)) and int(count[row]) == seen
+        assert total[row].tolist() == sums and int(count[row]) == seen
         assert bool((bits[row, :begin] == 0xA5).all()) and bool(scales[row, :begin].isnan().all())
 
 

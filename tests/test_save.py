@@ -235,7 +235,7 @@ def test_files_of_others_are_refused(tiny, tmp_path):
     with safe_open(tmp_path / "cache", "pt"):
         pass
     save_file({"a": torch.zeros(3)}, path, {FILE_KEY: json.dumps({"version": 99})})
-    with pytest.raises(ValueError, match="has format version 99; this one reads 1"):
+    with pytest.raises(ValueError, match="has format version 99; this one reads 2"):
         HierarchicalSparseCache.load(model, path)
     with pytest.raises(FileNotFoundError):
         HierarchicalSparseCache.load(model, tmp_path / "nothing")

@@ -76,13 +76,14 @@ class SparseAlgorithm(ABC):
         return 1
 
     @abstractmethod
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
-        """(Re)builds the representation of tokens from `start` on, after a prefill.
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, held: int = 0) -> None:
+        """(Re)builds the representation of tokens from `start` on, after a prefill or when newer ones were forgotten.
 
         Args:
             keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest.
             start: Index of the first of them, a multiple of `alignment`: 0, or that of a token represented already.
             starts: `[rows]` int64, the first token of each row that is not padding.
+            held: So many tokens of the history are represented already. All are, if it only became shorter.
         """
 
     @abstractmethod
@@ -194,7 +195,7 @@ class KeyScoring(SparseAlgorithm):
         padded[:, :tokens] = keys
         return padded.view(rows, n, size, width), valid.view(rows, n, size)
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, held: int = 0) -> None:
         size = self.granularity
         self.representations.write(self.represent(*self.cut(keys, start, starts, size)), start // size)
 

@@ -24,7 +24,7 @@ class LightningIndexer(SparseAlgorithm):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, held: int = 0) -> None:
         """Nothing: the representation is the model's indexer keys, which `extend` is given."""
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:

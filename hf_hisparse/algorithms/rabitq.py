@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
 from hf_hisparse.layout import select_rows
-from hf_hisparse.ops.reference import rabitq_bits
+from hf_hisparse.ops.reference import grains, mean_of_grains, rabitq_bits
 
 
 @lru_cache
@@ -29,6 +29,8 @@ class RaBitQ(KeyScoring):
     is an unbiased estimate of q . key. The closer the centre, the smaller the error: a block of tokens is centred by
     the mean key of the block before it, which follows the slow turns of the rotary embedding and is known when a token
     arrives, so that bits never need recomputing. A sequence's first block is centred by its own mean.
+
+    Keys are summed in fixed point. So a mean is that of its keys, however they came and whatever was forgotten since.
     """
 
     page_size = 2
@@ -44,7 +46,9 @@ class RaBitQ(KeyScoring):
         super().forget()
         self.centres = Representations()
         self.filling: Any = None
-        """Sum `[rows, width]` float32 and number `[rows, 1]` int64 of the keys of the newest block."""
+        """Sum `[rows, width]`, in grains, and number `[rows, 1]` of the keys of the newest block, both int64."""
+        self.begun = 0
+        """Tokens that there were when the first blocks of sequences were last centred."""
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
@@ -60,31 +64,44 @@ class RaBitQ(KeyScoring):
     def alignment(self) -> int:
         return self.block
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, held: int = 0) -> None:
+        end, first = start + keys.shape[1], start // self.block
         blocks, valid = self.cut(keys, start, starts, self.block)
-        sums = (blocks * valid.unsqueeze(-1)).sum(2, dtype=torch.float32)
-        counts = valid.sum(2).unsqueeze(-1)
-        means = sums / counts.clamp(min=1)
-        first = start // self.block
-        if first:
-            # The block before this one is whole, and its mean centred the block that is built anew.
-            before, begun = self.centres["centre"][:, first : first + 1].float(), torch.ones_like(counts[:, :1])
-        else:
-            before, begun = means[:, :1], torch.zeros_like(counts[:, :1])
-        before = torch.cat((before, means[:, :-1]), dim=1)
-        begun = torch.cat((begun, counts[:, :-1]), dim=1)
-        self.centres.write({"centre": torch.where(begun > 0, before, means).to(keys.dtype)}, first)
+        sums, counts = self._sums(blocks, valid), valid.sum(2).unsqueeze(-1)
         self._fill(sums[:, -1], counts[:, -1])
+        if self.begun <= end <= held:
+            return
+        self.begun = end
+        means = mean_of_grains(sums, counts)
+        # The block before this one is whole, and its mean centred the block that is built anew.
+        before = self.centres["centre"][:, first : first + 1].float() if first else means[:, :1]
+        before = torch.cat((before, means[:, :-1]), dim=1)
+        earlier = (starts < start).view(-1, 1, 1)
+        begun = torch.cat((earlier, counts[:, :-1] > 0), dim=1)
+        self.centres.write({"centre": torch.where(begun, before, means).to(keys.dtype)}, first)
         centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)
         entries = self.encode((blocks.float() - centre).flatten(1, 2)[:, : keys.shape[1]])
+        # A code whose centre is as it was stays: encoded again, beside others, it may differ by a rounding.
+        if kept := max(0, min(held, end) - start):
+            for name, entry in entries.items():
+                old, new = self.representations[name][:, start : start + kept], entry[:, :kept]
+                new.copy_(torch.where(earlier.view(-1, *[1] * (new.ndim - 1)), old, new))
         self.representations.write(entries, start)
+
+    def _sums(self, blocks: Tensor, valid: Tensor) -> Tensor:
+        """The sums `[rows, n, width]`, in grains, of the valid keys of blocks `[rows, n, block, width]`."""
+        # Grains are four times as wide as keys may be, so only some are in flight.
+        parts = zip(blocks.split(32, dim=1), valid.unsqueeze(-1).split(32, dim=1), strict=True)
+        return torch.cat([grains(keys).masked_fill_(~which, 0).sum(2) for keys, which in parts], dim=1)
 
     def reserve(self, tokens: int) -> None:
         super().reserve(tokens)
         self.centres.reserve(-(-tokens // self.block))
 
     def state(self, tokens: int) -> dict[str, Tensor]:
-        filling = {} if self.filling is None else {"sum": self.filling[0], "count": self.filling[1]}
+        filling = {}
+        if self.filling is not None:
+            filling = {"sum": self.filling[0], "count": self.filling[1], "begun": torch.tensor([self.begun])}
         return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -92,6 +109,7 @@ class RaBitQ(KeyScoring):
         if "centre" in state:
             self.centres.write({"centre": state["centre"]}, 0)
             self._fill(state["sum"], state["count"])
+            self.begun = int(state["begun"])
 
     def _fill(self, total: Tensor, count: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,7 +131,9 @@ class AttentionPatch:
         k, held = config.resolve(page_size, top_k, example.kept_items)
         layout = partial(ItemLayout.page_head, page_size)
         slots = held if config.offload else None
-        return SparseCoordinator(top_k, k, slots, layout, algorithm, backend, config.max_cache_len)
+        return SparseCoordinator(
+            top_k, k, slots, layout, algorithm, backend, config.max_cache_len, config.max_draft_tokens
+        )
 
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
@@ -209,16 +212,54 @@ class AttentionPatch:
                     f"a hierarchical layer cannot serve attention with `{name}`; name layer {self.module.layer_idx} in "
                     "`dense_layers`"
                 )
-        batch, heads, new, width = query.shape
-        if coordinator.is_dense(new):
-            key, value = coordinator.extend((key, value), attention_mask)
+        new = query.shape[2]
+        prompt = new - coordinator.steps(new)
+        outputs = []
+        if prompt:
+            mask = attention_mask
+            if mask is not None and prompt < new:
+                mask = (mask if mask.ndim == 2 else mask[:, :, :prompt])[..., : coordinator.length + prompt]
             optional = {"softcap": softcap, "s_aux": s_aux}
             kwargs |= {name: value for name, value in optional.items() if value is not None}
-            return self.dense_function()(self.module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+            q, k, v = (states[:, :, :prompt] for states in (query, key, value))
+            outputs.append(self._attend_densely(coordinator, q, k, v, mask, scaling=scaling, **kwargs))
+        # One after the other, since the selections of two tokens together may be more than the buffer holds, and each
+        # is made from what is represented up to its token.
+        for t in range(prompt, new):
+            q, k, v = (states[:, :, t : t + 1] for states in (query, key, value))
+            outputs.append(self._step(coordinator, q, k, v, attention_mask, scaling, softcap, s_aux))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _attend_densely(
+        self,
+        coordinator: SparseCoordinator,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of new tokens over the whole history and themselves."""
+        key, value = coordinator.extend((key, value), mask)
+        return self.dense_function()(self.module, query, key, value, mask, **kwargs)[0]
+
+    @staticmethod
+    def _step(
+        coordinator: SparseCoordinator,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        softcap: float | None,
+        s_aux: Tensor | None,
+    ) -> Tensor:
+        """The decode step of one token."""
+        batch, heads, _, width = query.shape
         scaling = width**-0.5 if scaling is None else scaling
         kv_heads = key.shape[1]
-        coordinator.append((key, value), attention_mask)
-        grouped = query.reshape(batch * kv_heads, heads // kv_heads, width)
+        coordinator.append((key, value), mask)
+        grouped = query.reshape(batch * kv_heads, heads // kv_heads, width).contiguous()
         selection = coordinator.retrieve(grouped, scaling)
         sinks = None if s_aux is None else s_aux.view(kv_heads, -1).repeat(batch, 1)
         output = coordinator.attend(grouped, selection, scaling, softcap=softcap, sinks=sinks)

@@ -122,7 +122,9 @@ class LatentPatch(AttentionPatch):
             raise ValueError(f"`page_size={config.page_size}`: the model selects single tokens; leave `page_size` out")
         k, held = config.resolve(1, native, 0)
         slots = held if config.offload else None
-        return SparseCoordinator(native, k, slots, ItemLayout.token, LightningIndexer, backend, config.max_cache_len)
+        return SparseCoordinator(
+            native, k, slots, ItemLayout.token, LightningIndexer, backend, config.max_cache_len, config.max_draft_tokens
+        )
 
     def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
         super().enter(coordinator, name)
@@ -172,7 +174,7 @@ class LatentPatch(AttentionPatch):
         self._latent = key
         batch, heads, new, _ = query.shape
         sinks = None if s_aux is None else s_aux.unsqueeze(0)
-        if coordinator.is_dense(new):
+        if coordinator.fits(new):
             latent, rotary = coordinator.extend((key, value), attention_mask)
             key, value = type(self.module).expand_kv(self.module, latent, rotary)
             optional = {} if s_aux is None else {"s_aux": s_aux}
@@ -182,12 +184,15 @@ class LatentPatch(AttentionPatch):
 
         assert scaling is not None and indices is not None
         up_key, up_value = self._up_projections()
-        if new == 1:
-            coordinator.append((key, value), attention_mask)
-            absorbed = self._absorb(query, up_key)[:, 0]
+        if coordinator.steps(new) == new:
             sinks = None if sinks is None else sinks.expand(batch, -1)
-            output = coordinator.attend(absorbed, indices[:, 0], scaling, sinks=sinks).unsqueeze(1)
-            return self._project(output, up_value)
+            outputs = []
+            for t in range(new):
+                coordinator.append((key[:, :, t : t + 1], value[:, :, t : t + 1]), attention_mask)
+                absorbed = self._absorb(query[:, :, t : t + 1], up_key)[:, 0]
+                attended = coordinator.attend(absorbed, indices[:, t].contiguous(), scaling, sinks=sinks)
+                outputs.append(self._project(attended.unsqueeze(1), up_value))
+            return outputs[0] if new == 1 else torch.cat(outputs, dim=1)
 
         # Every query is a row of the backend's, and the latents of the whole batch are one buffer, which rows share.
         buffer = torch.cat(coordinator.extend((key, value), attention_mask), dim=-1).flatten(1, 2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_hisparse.coordinator import first_tokens
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.regional import CompiledLayers
@@ -74,6 +75,10 @@ class ModelPatch:
         if cache.replays(tokens, inputs.device):
             self._switch()
         mask = kwargs.get("attention_mask", ())
+        if tokens > 1 and isinstance(mask, Tensor) and cache.steps(tokens):
+            # The tokens of a draft are stored one by one, each as far as it sees those before it.
+            newest = newest_mask(mask, batch, cache.get_seq_length(), tokens, inputs.device)
+            first_tokens(newest, batch, inputs.device)
         if (
             (mask is None or isinstance(mask, Tensor))
             and not cache.needs_masks(tokens)
@@ -151,7 +156,7 @@ def newest_mask(mask: Tensor | None, batch: int, length: int, tokens: int, devic
         if not torch.equal(seen, newest & (position <= position[length:].unsqueeze(1))):
             raise ValueError(
                 f"`attention_mask` of shape {list(mask.shape)} shows another query than the newest something else than "
-                "the same tokens up to itself, and a model that selects its own tokens knows no other mask; give a "
+                "the same tokens up to itself, and where every token has a selection there is no other mask; give a "
                 f"padding mask of [{batch}, {total}]"
             )
     return newest.expand(batch, -1, -1, -1)

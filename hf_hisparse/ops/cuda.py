@@ -657,7 +657,7 @@ def encode_rabitq(
     _check("encode_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
     _check("encode_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
     _check("encode_rabitq", "centres", centres, key.dtype, (rows, centres.shape[1], width), device)
-    _check("encode_rabitq", "total", total, torch.float32, (rows, width), device)
+    _check("encode_rabitq", "total", total, torch.int64, (rows, width), device)
     _check("encode_rabitq", "count", count, torch.int64, (rows, 1), device)
     if width % 8:
         raise ValueError(f"encode_rabitq: the width of `key` of shape {list(key.shape)} must be a multiple of 8")

@@ -378,6 +378,22 @@ def rabitq_bits(centred: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     return bits.sum(-1, dtype=torch.uint8), scale.to(torch.float16)
 
 
+GRAIN = 2.0**-32
+"""Keys are summed as whole multiples of it, in int64: in any order, and of any parts, their sum is the same."""
+LARGEST = 2.0**22
+"""What is larger counts as this, so that a block of 256 keys cannot overflow; what is no number, as zero."""
+
+
+def grains(keys: Tensor) -> Tensor:
+    """Keys as int64 multiples of `GRAIN`."""
+    return (keys.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST) / GRAIN).round().long()
+
+
+def mean_of_grains(total: Tensor, count: Tensor) -> Tensor:
+    """The mean, float32, of `count` keys whose grains sum to `total`; zero for none."""
+    return (total.double() / count.clamp(min=1) * GRAIN).float()
+
+
 @torch.library.custom_op("hf_hisparse::encode_rabitq", mutates_args=("bits", "scales", "centres", "total", "count"))
 def encode_rabitq(
     key: Tensor,
@@ -398,14 +414,14 @@ def encode_rabitq(
         key: `[rows, width]`.
         position: `[rows]` int64, the token's index in the history.
         rotation, bits, scales, centres: As for `score_rabitq`.
-        total, count: `[rows, width]` float32 and `[rows, 1]` int64, sum and number of the keys of the newest block.
+        total, count: `[rows, width]` and `[rows, 1]` int64, sum, in grains, and number of the keys of the newest block.
         block: Tokens a block.
     """
     rows = torch.arange(len(key), device=key.device)
     opens = (position % block == 0).unsqueeze(1)
-    centre = torch.where(opens, (total / count.clamp(min=1)).to(key.dtype), centres[rows, position // block])
+    centre = torch.where(opens, mean_of_grains(total, count).to(key.dtype), centres[rows, position // block])
     centres[rows, position // block] = centre
-    total.copy_(torch.where(opens, 0, total) + key)
+    total.copy_(torch.where(opens, 0, total) + grains(key))
     count.copy_(torch.where(opens, 0, count) + 1)
     entries = rabitq_bits((key.float() - centre.float()).unsqueeze(1), rotation)
     bits[rows, position], scales[rows, position] = (entry.squeeze(1) for entry in entries)
