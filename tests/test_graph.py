@@ -453,6 +453,20 @@ def test_turns_chunks_and_crops_between_replays(tiny, kind):
     assert (caches[0].graphed.captured, caches[0].graphed.replayed) == (1, 15)
 
 
+def test_drafts_between_replays(tiny, kind):
+    """They run eagerly, and leave the graph as it was."""
+    model = tiny(MODELS[kind][0])
+    caches = twins(model, kind)
+    for turn in range(4):
+        follow(model, caches, 3, seed=turn)
+        for cache in caches:
+            cache.activate_past_recording()
+            prefill(model, random_ids(2, 2 + 2 * turn, seed=turn), cache)
+            cache.crop(-turn)
+    follow(model, caches, 3)
+    assert (caches[0].graphed.captured, caches[0].graphed.replayed) == (1, 14)
+
+
 def test_outputs_outlive_the_next_step(tiny):
     model = tiny("llama")
     cache, _ = twins(model, "llama-quest")

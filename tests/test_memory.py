@@ -718,6 +718,8 @@ class Twins:
     def cut(self, tokens: int) -> None:
         """Forgets the newest tokens, as `crop` does: nothing is moved."""
         self.tokens -= tokens
+        for memory in (self.hierarchical, self.resident):
+            assert not memory.cut(self.tokens)
 
     def fetch(self, selection: torch.Tensor) -> None:
         """Both give the same tokens for every selected item."""
