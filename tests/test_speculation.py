@@ -472,6 +472,7 @@ def test_every_model_has_a_cache_of_its_own(double, kind, drafts, monkeypatch):
     model, ids = double(MODELS[kind][0]), random_ids(1, 9).repeat(1, 10)
     plain = generate(model, ids, new_cache(model, kind), NEW)
     options = drafts(model)
+    assisted(model, ids, dense_cache(model), **options)
     drafting = options.get("assistant_model", model)
     made: list[HierarchicalSparseCache] = []
     begin = HierarchicalSparseCache.begin_forward
@@ -482,7 +483,7 @@ def test_every_model_has_a_cache_of_its_own(double, kind, drafts, monkeypatch):
 
     monkeypatch.setattr(HierarchicalSparseCache, "begin_forward", noted)
     with hf_hisparse.enable(model, **MODELS[kind][1]), hf_hisparse.enable(drafting, **MODELS[kind][1]):
-        output = assisted(model, ids, None, **options)
+        output = generate(model, ids, None, NEW, **options)
     assert torch.equal(output.sequences, plain.sequences)
     draft, own = made
     assert own.get_seq_length() == 90 + NEW - 1 and draft.get_seq_length() < own.get_seq_length()
