@@ -83,7 +83,7 @@ def pieces(model: nn.Module, ids: Tensor, cache: Any, sizes: list[int], mask: Te
 # ---- several tokens at once ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [20, 29, 40, 90])
+@pytest.mark.parametrize("prompt", [29, 40, 90])
 def test_a_short_forward_equals_its_tokens_one_by_one(double, kind, prompt):
     """From within `top_k`, across it, and beyond; with padding; whatever the pieces."""
     model, ids, mask = double(MODELS[kind][0]), random_ids(2, prompt + 32), left_padding(2, prompt + 32)
@@ -295,7 +295,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("name", ["quest", "rabitq", "dsa"])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(number(60), ACTIONS, st.integers(0, 5), st.sampled_from([None, 400]))
 def test_what_was_cropped_leaves_no_trace(name, prompt, actions, padding, capacity):
     """A history that took drafts and dropped them goes on as one that never saw them, bit for bit."""
@@ -392,7 +392,7 @@ def test_a_draft_that_fails_midway_leaves_no_trace(tiny, method, monkeypatch, pr
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 
-NEW = 36
+NEW = 30
 
 
 def lookup(model: nn.Module) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def assisted(model: nn.Module, ids: Tensor, cache: Any, **drafts: Any) -> Any:
         raise
 
 
-CASES = [(kind, 90) for kind in MODELS] + [("llama-quest", 26), ("gemma3", 36)]
+CASES = [(kind, 90) for kind in (*METHODS, "gemma3")] + [("llama-quest", 26)]
 
 
 @pytest.mark.parametrize("drafts", [lookup, draft_model, early_exit])
