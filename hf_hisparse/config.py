@@ -31,7 +31,8 @@ class HiSparseConfig:
             selection of its own, as a draft does that is verified. More of them, such as a turn of a conversation or a
             chunk of a prompt, are attended to densely and exactly. The drafts of `generate` (`assistant_model`,
             `prompt_lookup_num_tokens`) take decode steps however many they are.
-        max_cache_len: The longest history, prompt and new tokens together, that will be held. Its memory is then had
+        max_cache_len: The longest history, prompt and new tokens together, that will be held, with drafts that are yet
+            to be rejected (prompt lookup drafts beyond the last token that is asked for). Its memory is then had
             when the first tokens come, so that running out is found before anything is generated; a CUDA graph is
             captured once; and what would pass it is refused. None: the history grows as it comes.
         cuda_graph: Whether on a CUDA device decode steps are captured in a CUDA graph and replayed. A history that

@@ -90,8 +90,9 @@ class RaBitQ(KeyScoring):
 
     def _sums(self, blocks: Tensor, valid: Tensor) -> Tensor:
         """The sums `[rows, n, width]`, in grains, of the valid keys of blocks `[rows, n, block, width]`."""
-        # Grains are four times as wide as keys may be, so only some are in flight.
-        parts = zip(blocks.split(32, dim=1), valid.unsqueeze(-1).split(32, dim=1), strict=True)
+        # Grains are wider than keys, so only some are in flight.
+        count = max(1, (1 << 24) // blocks[:, :1].numel())
+        parts = zip(blocks.split(count, dim=1), valid.unsqueeze(-1).split(count, dim=1), strict=True)
         return torch.cat([grains(keys).masked_fill_(~which, 0).sum(2) for keys, which in parts], dim=1)
 
     def reserve(self, tokens: int) -> None:
