@@ -430,7 +430,7 @@ def with_crops(cache: Any) -> list[int]:
 
 def assisted(model: nn.Module, ids: Tensor, cache: Any, **drafts: Any) -> Any:
     """Generation with drafts. Skips the test if this transformers fails with a dense cache, as some do: of windows that
-    several forwards fill, and of indexers that an early exit does not reach."""
+    several forwards fill, and of layers that an early exit does not reach."""
     layers = model.config.num_hidden_layers
     try:
         return generate(model, ids, cache, NEW, **drafts)
@@ -438,6 +438,7 @@ def assisted(model: nn.Module, ids: Tensor, cache: Any, **drafts: Any) -> Any:
         # An early exit that fails leaves the model with fewer.
         model.config.num_hidden_layers = layers
         try:
+            dense_cache(model).crop(-1)
             generate(model, ids, dense_cache(model), NEW, **drafts)
         except type(error) as other:
             model.config.num_hidden_layers = layers
