@@ -495,7 +495,7 @@ class HierarchicalSparseCache(Cache):
         length, windows = self._begun
         self._begun = None
         if self._tracing is not None:
-            self._trace(self._tracing, length + 1, failed)
+            self._trace(self._tracing, length, failed)
         if not failed:
             return
         if length == 0:
@@ -700,7 +700,7 @@ class HierarchicalSparseCache(Cache):
             recorder.fill(trace)
 
     def _trace(self, recorder: TraceRecorder, tokens: int, failed: bool) -> None:
-        """Records a forward that ends, after which there are `tokens` if it was a decode step."""
+        """Records a forward that ends, before which there were `tokens`."""
         coordinators = {index: layer.coordinator for index, layer in self._hierarchical}
         selected = [coordinator.selected or [] for coordinator in coordinators.values()]
         for coordinator in coordinators.values():
@@ -716,7 +716,12 @@ class HierarchicalSparseCache(Cache):
             memory = coordinator.memory
             about = {"page_size": memory.layout.page_size, "item_bytes": memory.item_bytes, "slots": coordinator.slots}
             layers.append({"layer": index} | about)
-        recorder.add(tokens, coordinator.batch, [selection for (selection,) in selected], layers)
+        # Every token of a draft is a step. What came before them was written, and emptied the buffers.
+        steps = list(zip(*selected, strict=True))
+        written = coordinator.length - tokens - len(steps)
+        recorder.emptied |= written > 0
+        for after, selections in enumerate(steps, tokens + written + 1):
+            recorder.add(after, coordinator.batch, list(selections), layers)
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes, a layer and a step. Waits for the device."""

@@ -200,7 +200,7 @@ def test_simulated_lru_counts_what_the_cache_counts(method, model, options, size
     """Step by step, also where several tokens at once empty the buffer, and where the newest tokens are forgotten."""
     ids = random_ids(2, PROMPT + 60)
     top_k = options.get("top_k", 32)
-    cache = HierarchicalSparseCache(model, **options, buffer_size=int(size * top_k))
+    cache = HierarchicalSparseCache(model, **options, buffer_size=int(size * top_k), max_draft_tokens=4)
     with cache.record_trace() as trace:
         decode(model, ids[:, : PROMPT + 10], cache, PROMPT)
         forward(model, ids[:, PROMPT + 10 : PROMPT + 17], cache)

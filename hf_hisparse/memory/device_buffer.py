@@ -59,13 +59,6 @@ class DeviceBuffer:
         self.item_slot.fill_(-1)
         self.last_used.zero_()
 
-    def cut(self, items: int) -> None:
-        """Holds only what it has of the first `items` items. The slots of the others are the first to be taken."""
-        gone = self.slot_item >= items
-        self.slot_item.masked_fill_(gone, -1)
-        self.last_used.masked_fill_(gone, 0)
-        self.item_slot[:, items:] = -1
-
     def clear(self) -> None:
         """As a new one: holds nothing, and has counted nothing."""
         self.forget()

@@ -76,7 +76,6 @@ class HierarchicalMemory(Memory):
     def cut(self, tokens: int, room: int = 0, layers: int = 1) -> bool:
         moved = self.store.cut(*self._items(tokens), self.layout.items(room), layers)
         self.buffer.reserve()
-        self.buffer.cut(self.layout.items(tokens))
         return moved
 
     def dump(self, tokens: int) -> Iterator[Tensor]:
