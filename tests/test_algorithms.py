@@ -38,7 +38,9 @@ def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, bu
     """The algorithm after a prefill of the first `built` keys and then a token at a time."""
     rows, tokens, _ = keys.shape
     built = tokens if built is None else built
-    algorithm.construct_representations(keys[:, :built], 0, zeros(rows) if starts is None else starts)
+    algorithm.construct_representations(
+        keys[:, :built], 0, zeros(rows) if starts is None else starts, zeros(rows) + built
+    )
     for t in range(built, tokens):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((rows,), t))
@@ -158,7 +160,7 @@ def test_blocks_that_fill_in_decoding_equal_blocks_that_were_constructed(monkeyp
         grown.update_representations(keys[:, token], full((2,), token))
     rebuilt = filled(RaBitQ(), keys[:, :filled_first])
     start = (filled_first - 1) // 8 * 8
-    rebuilt.construct_representations(keys[:, start:], start, zeros(2))
+    rebuilt.construct_representations(keys[:, start:], start, zeros(2), zeros(2) + 50)
     for other in (grown, rebuilt):
         torch.testing.assert_close(centre_of(other, 50), centre_of(whole, 50), rtol=1e-5, atol=1e-5)
         # Sums in another order may turn the sign of a coordinate that is next to nothing.
@@ -301,7 +303,7 @@ def test_chunks_equal_a_prefill(name, page_size, chunks):
             # A chunk begins with the page of the last token, as the coordinator hands it over.
             start = max(length - 1, 0) // page_size * page_size
             length += chunk
-            grown.construct_representations(keys[:, start:length], start, zeros(2))
+            grown.construct_representations(keys[:, start:length], start, zeros(2), zeros(2) + length)
         assert_same_representation(whole, grown, -(-tokens // whole.granularity))
 
 
@@ -310,7 +312,7 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys, other = draw(2, 40, WIDTH), draw(2, 40, WIDTH, seed=1) * 10
     algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
-    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2))
+    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2), zeros(2) + 19)
     for t in range(19, 40):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((2,), t))

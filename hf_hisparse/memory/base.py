@@ -21,6 +21,9 @@ class Memory(ABC):
         device: Where attention runs.
     """
 
+    ragged = 0
+    """How many tokens fewer than all that it is told of the shortest row may have."""
+
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 
