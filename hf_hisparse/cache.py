@@ -27,6 +27,7 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
+from hf_hisparse.late_check import LateCheck
 from hf_hisparse.models import (
     ModelPatch,
     cache_argument,
@@ -36,7 +37,6 @@ from hf_hisparse.models import (
     unpatch_model,
 )
 from hf_hisparse.models.dsa import IndexerKeys
-from hf_hisparse.padding import LateCheck
 from hf_hisparse.stats import CacheStats, layer_stats
 from hf_hisparse.trace import Trace, TraceRecorder
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
+from hf_hisparse.late_check import LateCheck
 from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
-from hf_hisparse.padding import LateCheck, Padding, seen_by_newest, take
+from hf_hisparse.padding import Padding, seen_by_newest, take
 from hf_hisparse.storage import Pieces
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -89,34 +87,6 @@ class Padding:
     def select(self, index: Tensor, counted: list[int]) -> Padding:
         """That of the sequences at `index`, on the device and as numbers."""
         return Padding(self.kept.index_select(0, index), [self.counts[i] for i in counted])
-
-
-class LateCheck:
-    """Of truths found on a device, whether one was false. The host waits for no GPU, and hears a call or so later."""
-
-    def __init__(self) -> None:
-        self._all: Tensor | None = None
-
-    def __deepcopy__(self, memo: Any) -> LateCheck:
-        return LateCheck()
-
-    def failed(self, true: Tensor) -> bool:
-        """Whether this one, or as far as is known by now one before it, is false. A failure is told once."""
-        if not true.is_cuda:
-            return not true
-        if self._all is None or self._all.device != true.device:
-            self._all = torch.ones_like(true)
-            self._told, self._known = torch.cuda.Event(), torch.ones((), dtype=torch.bool, pin_memory=True)
-        self._all.logical_and_(true)
-        # While the answer before is on its way, this one waits to go with the next.
-        if not self._told.query():
-            return False
-        failed = not self._known
-        if failed:
-            self._all.copy_(true)
-        self._known.copy_(self._all, non_blocking=True)
-        self._told.record(torch.cuda.current_stream(true.device))
-        return failed
 
 
 def take(part: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -715,16 +715,17 @@ def test_enable_in_a_pipeline(smollm2):
 
     model, tokenizer = smollm2
     run = pipeline("text-generation", model=model, tokenizer=tokenizer, device=DEVICE)
-    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
-    dense = run("The grass is green. The sky is", **options)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False, "batch_size": 2}
+    prompts = ["The grass is green. The sky is", "One, two,"]
+    dense = run(prompts, **options)
     made = []
     with hf_hisparse.enable(model, top_k=64), pytest.MonkeyPatch.context() as patch:
         begin = HierarchicalSparseCache.begin_forward
         patch.setattr(
             HierarchicalSparseCache, "begin_forward", lambda self, *args: (made.append(self), begin(self, *args))[1]
         )
-        output = run("The grass is green. The sky is", **options)
-    assert output == dense and made
+        output = run(prompts, **options)
+    assert output == dense and len(made) == 6
 
 
 # ---- stats -----------------------------------------------------------------------------------------------------------

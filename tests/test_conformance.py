@@ -417,6 +417,20 @@ def test_a_mask_that_changes_is_refused(tiny, case, change, new):
     assert same_bits(*(forward(model, more, cache, mask) for cache in caches))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_on_a_gpu_a_mask_that_changes_is_refused_a_step_late(cuda_graph):
+    model, ids, mask = make_model("llama").cuda(), random_ids(2, 60).cuda(), padding("holes", 2, 60, 70).cuda()
+    cache = HierarchicalSparseCache(model, **GQA, max_cache_len=100, cuda_graph=cuda_graph)
+    forward(model, ids, cache, mask[:, :60])
+    for t in range(60, 65):
+        forward(model, ids[:, :1], cache, mask[:, : t + 1])
+    with pytest.raises(ValueError, match="shows other padding"):
+        for t in range(65, 68):
+            forward(model, ids[:, :1], cache, torch.ones_like(mask[:, : t + 1]))
+            torch.cuda.synchronize()
+
+
 @pytest.mark.cpu
 def test_a_decoded_token_that_is_hidden_is_refused(tiny):
     model, ids = tiny("llama"), random_ids(2, 50)

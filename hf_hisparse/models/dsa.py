@@ -46,8 +46,8 @@ def select(
     """
     algorithm, new = coordinator.algorithm, keys.shape[1]
     starts, first, tokens, padding = coordinator.window(new, mask)
-    newest = query[:, -1:], weights[:, -1:]
     if padding is not None:
+        newest = query[:, -1:], weights[:, -1:]
         # A sequence's queries are then consecutive tokens. Those of padding come after them, and see whatever there is.
         order = padding.columns(new)
         keys, query, weights = (take(part, order, 1) for part in (keys, query, weights))
