@@ -474,7 +474,6 @@ class SparseCoordinator:
         if self.memory is None:
             self.recent = tuple(part[:, :, :length] for part in self.recent)
             return
-        self.memory.ragged = self.padding.most
         if length <= self.top_k:
             parts = self.history()
             self._drop_memory()
@@ -508,8 +507,6 @@ class SparseCoordinator:
                 self.serial = next(self._serials)
         if chosen:
             self.padding = self.padding.select(index, chosen)
-        if self.memory is not None:
-            self.memory.ragged = self.padding.most
         self.algorithm.select_rows(rows)
         self.batch = len(index)
 

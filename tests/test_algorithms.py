@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
@@ -317,6 +318,42 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((2,), t))
     assert_same_representation(filled(method(page_size=8), keys), algorithm, 40 // algorithm.granularity)
+
+
+def test_rows_of_any_length_are_represented_as_each_alone(method, monkeypatch):
+    """Built, then a token at a time, then built anew from the shortest row's end, whatever lies behind a row's end."""
+    monkeypatch.setattr(RaBitQ, "block", 8)
+    lengths = tensor([40, 17, 16, 9, 1])
+    keys, new = draw(5, 40, WIDTH), draw(5, 20, WIDTH, seed=1)
+    together = method(page_size=4)
+    together.construct_representations(keys, 0, zeros(5), lengths)
+    together.reserve(60)
+    for t in range(20):
+        together.update_representations(new[:, t], lengths + t)
+    whole = [torch.cat((keys[row, :length], new[row])) for row, length in enumerate(lengths.tolist())]
+    alone = [
+        filled(method(page_size=4), one.unsqueeze(0), built=length)
+        for one, length in zip(whole, lengths.tolist(), strict=True)
+    ]
+    padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=1000)
+    start = (21 - 1) // 8 * 8
+    rebuilt = copy.deepcopy(together)
+    rebuilt.construct_representations(padded[:, start:], start, zeros(5), lengths + 20)
+    for row, one in enumerate(alone):
+        tokens = len(whole[row])
+        for each in (together, rebuilt):
+            mine = copy.deepcopy(each)
+            mine.select_rows(tensor([row]))
+            if not isinstance(mine, RaBitQ):
+                assert_same_representation(one, mine, -(-tokens // one.granularity))
+                continue
+            # A block's sum is of its keys in the order in which they came, or all at once.
+            centres = (centre_of(each, tokens) for each in (one, mine))
+            torch.testing.assert_close(*centres, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.filling[0], one.filling[0], rtol=1e-5, atol=1e-5)
+            assert torch.equal(mine.filling[1], one.filling[1])
+            torch.testing.assert_close(decoded(mine, tokens).abs(), decoded(one, tokens).abs(), rtol=2e-3, atol=1e-5)
+            assert (decoded(mine, tokens).sign() != decoded(one, tokens).sign()).double().mean() < 0.01
 
 
 def test_padding_leaves_no_trace(method):

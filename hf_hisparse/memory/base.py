@@ -22,7 +22,7 @@ class Memory(ABC):
     """
 
     ragged = 0
-    """How many tokens fewer than all that it is told of the shortest row may have."""
+    """The most tokens that a row may have fewer than it is told there are."""
 
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
