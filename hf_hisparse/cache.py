@@ -27,6 +27,7 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
+from hf_hisparse.late_check import LateCheck
 from hf_hisparse.models import (
     ModelPatch,
     cache_argument,
@@ -36,6 +37,7 @@ from hf_hisparse.models import (
     unpatch_model,
 )
 from hf_hisparse.models.dsa import IndexerKeys
+from hf_hisparse.padding import last_hidden, seen_by_newest
 from hf_hisparse.stats import CacheStats, layer_stats
 from hf_hisparse.trace import Trace, TraceRecorder
 
@@ -82,17 +84,13 @@ class HierarchicalLayer(CacheLayerMixin):
         """New indexer keys `[batch, tokens, width]`; what the model's own indexer is to score."""
         coordinator, algorithm = self.coordinator, self.coordinator.algorithm
         keys = indexer_key_states.detach()
-        new = keys.shape[1]
-        # A patched module stores its latents after it has selected, others before.
-        start = coordinator.length - (0 if coordinator.attending else new)
-        if coordinator.attending and new == 1 and coordinator.decodes(1):
-            position = coordinator.lengths.unsqueeze(1)
-        else:
-            position = torch.arange(start, start + new, device=keys.device).unsqueeze(0)
-        algorithm.extend(keys, position, start + new)
         if coordinator.attending:
-            return IndexerKeys(coordinator, new)
-        return algorithm.representations["keys"][:, : start + new]
+            return IndexerKeys(coordinator, keys)
+        # A module that is not patched has stored its latents before.
+        length = coordinator.length
+        position = torch.arange(length - keys.shape[1], length, device=keys.device).unsqueeze(0)
+        algorithm.extend(keys, position, length)
+        return algorithm.representations["keys"][:, :length]
 
     def get_seq_length(self) -> int:
         return self.coordinator.length
@@ -196,6 +194,8 @@ class HierarchicalSparseCache(Cache):
         self._tracing: TraceRecorder | None = None
         self._drafting = False
         self._drafts = 0
+        self._masks = LateCheck()
+        """Whether the masks of decode steps were right."""
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
         device = next(model.parameters()).device
         if self.config.compile and device.type != "cuda":
@@ -494,6 +494,8 @@ class HierarchicalSparseCache(Cache):
             return
         length, windows = self._begun
         self._begun = None
+        for _, hierarchical in self._hierarchical:
+            hierarchical.coordinator.drafts = hierarchical.coordinator.prompt = 0
         if self._tracing is not None:
             self._trace(self._tracing, length, failed)
         if not failed:
@@ -525,12 +527,17 @@ class HierarchicalSparseCache(Cache):
                 "`cache.reset()` and start again with the whole text"
             )
 
-    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
+    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int, mask: Any) -> None:
         """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
 
+        Args:
+            decoder: The text decoder.
+            batch, tokens: Sequences and new tokens of each.
+            mask: What the decoder is given as `attention_mask`.
+
         Raises:
-            ValueError: If the batch, the dtype or device of the model changed, or its maximum position or
-                `max_cache_len` would be passed.
+            ValueError: If the batch, the dtype or device of the model changed, its maximum position or `max_cache_len`
+                would be passed, or the mask shows padding as tokens, or tokens as padding.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         if self._recording:
@@ -555,6 +562,11 @@ class HierarchicalSparseCache(Cache):
                 f"{length} tokens in the cache and {tokens} new ones pass `max_cache_len={longest}`; use a cache with "
                 "a larger one, a shorter prompt, or fewer `max_new_tokens`"
             )
+        if coordinators:
+            if isinstance(mask, dict):
+                mask = next((mask[kind] for kind in ("full_attention", "indexed_attention") if kind in mask), ())
+            if mask is None or isinstance(mask, Tensor):
+                coordinators[0].check_mask(mask, tokens, self._masks)
         parameter = next(decoder.parameters())
         if length and self._parameters not in (None, (parameter.dtype, parameter.device)):
             raise ValueError(
@@ -563,7 +575,11 @@ class HierarchicalSparseCache(Cache):
             )
         for coordinator in coordinators:
             coordinator.reserve(tokens)
-            coordinator.drafts = self._drafts
+            coordinator.drafts, coordinator.prompt = self._drafts, 0
+        if tokens > 1 and isinstance(mask, Tensor) and self.steps(tokens):
+            prompt = last_hidden(seen_by_newest(mask, length + tokens)[:, length:])
+            for coordinator in coordinators:
+                coordinator.prompt = prompt
         self._parameters = (parameter.dtype, parameter.device)
         windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
         self._begun = length, windows
@@ -809,7 +825,8 @@ def _max_length(config: Any) -> int | None:
 def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManager[None]:
     """From here on, every `model.generate()` that is given no cache gets a fresh `HierarchicalSparseCache`.
 
-    So pipelines, notebooks and evaluation harnesses need no change. Also a context manager, that undoes it at its end:
+    So pipelines, notebooks and evaluation harnesses need no change. Continuous batching, which has a cache of its own,
+    is refused for as long. Also a context manager, that undoes it at its end:
 
     ```python
     with hf_hisparse.enable(model, top_k=1024):
@@ -839,8 +856,19 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
         return generate(*args, **kwargs)
 
     generate_hierarchical.replaced = replaced  # type: ignore[attr-defined]
-    vars(model)["generate"] = generate_hierarchical
+    vars(model).update({"generate": generate_hierarchical, _CONTINUOUS: _refuse_continuous_batching})
     return _until_exit(model, held)
+
+
+_CONTINUOUS = "init_continuous_batching"
+"""The method of a model that every way to batch continuously goes through."""
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        "continuous batching (`generate_batch`) keeps its history in a paged cache of its own, on the device, and "
+        "takes no other; call `generate`, or `hf_hisparse.disable(model)` before it"
+    )
 
 
 @contextlib.contextmanager
@@ -851,6 +879,8 @@ def _until_exit(model: nn.Module, held: Any) -> Iterator[None]:
         disable(model)
         if held is not None:
             model.generate = held
+        if hasattr(held, "replaced"):
+            vars(model)[_CONTINUOUS] = _refuse_continuous_batching
 
 
 def disable(model: nn.Module) -> None:
@@ -858,5 +888,6 @@ def disable(model: nn.Module) -> None:
     ours = model.__dict__.get("generate")
     if hasattr(ours, "replaced"):
         del model.generate
+        vars(model).pop(_CONTINUOUS, None)
         if ours.replaced is not None:
             model.generate = ours.replaced

@@ -29,7 +29,8 @@ class HiSparseConfig:
         recent_tokens: Newest tokens that are always attended to. None: 64, or a quarter of a smaller `top_k`.
         max_draft_tokens: The most new tokens over a history that take decode steps, one after the other, each with a
             selection of its own, as a draft does that is verified. More of them, such as a turn of a conversation or a
-            chunk of a prompt, are attended to densely and exactly. The drafts of `generate` (`assistant_model`,
+            chunk of a prompt, are attended to densely and exactly, and so are those up to the last that is padding in
+            one of a batch. The drafts of `generate` (`assistant_model`,
             `prompt_lookup_num_tokens`) take decode steps however many they are.
         max_cache_len: The longest history, prompt and new tokens together, that will be held, with drafts that are yet
             to be rejected (prompt lookup drafts beyond the last token that is asked for). Its memory is then had

@@ -22,6 +22,7 @@ from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import HierarchicalMemory, host_store
 from hf_hisparse.models import cache_argument
+from hf_hisparse.models.dsa import select
 from hf_hisparse.ops.reference import slot_of
 from tests.helpers import (
     DEVICE,
@@ -34,6 +35,7 @@ from tests.helpers import (
     left_padding,
     logits_of,
     make_model,
+    padding,
     random_ids,
     same_bits,
 )
@@ -86,7 +88,7 @@ def pieces(model: nn.Module, ids: Tensor, cache: Any, sizes: list[int], mask: Te
 @pytest.mark.parametrize("prompt", [29, 40, 90])
 def test_a_short_forward_equals_its_tokens_one_by_one(double, kind, prompt):
     """From within `top_k`, across it, and beyond; with padding; whatever the pieces."""
-    model, ids, mask = double(MODELS[kind][0]), random_ids(2, prompt + 32), left_padding(2, prompt + 32)
+    model, ids, mask = double(MODELS[kind][0]), random_ids(3, prompt + 32), padding("mixed", 3, prompt, prompt + 32)
     one, other = new_cache(model, kind), new_cache(model, kind)
     for cache in (one, other):
         forward(model, ids[:, :prompt], cache, mask[:, :prompt])
@@ -129,17 +131,13 @@ def test_every_token_of_a_draft_is_a_step_of_the_statistics(tiny, method):
 
 @pytest.mark.parametrize("name", ["llama-rabitq", "deepseek", "gemma3"])
 def test_a_draft_that_cannot_be_stored_is_refused(tiny, name):
-    """Padding among its tokens, and a tree of them."""
+    """A tree of tokens."""
     model, ids = tiny(MODELS[name][0]), random_ids(2, 110)
     cache, fresh = new_cache(model, name), new_cache(model, name)
     for each in (cache, fresh):
         forward(model, ids[:, :100], each)
-    padded = torch.ones(2, 106, dtype=torch.int64, device=DEVICE)
-    padded[1, -2:] = 0
     tree = torch.ones(2, 1, 6, 106, dtype=torch.bool, device=DEVICE).tril(100)
     tree[:, :, 3, 102] = False
-    with pytest.raises(ValueError, match="`attention_mask` has padding inside or on the right"):
-        forward(model, ids[:, 100:106], cache, padded)
     with pytest.raises(ValueError, match=r"`attention_mask` of shape \[2, 1, 6, 106\] shows another query"):
         model(
             ids[:, 100:106],
@@ -149,6 +147,24 @@ def test_a_draft_that_cannot_be_stored_is_refused(tiny, name):
         )
     assert cache.get_seq_length() == 100
     assert same_bits(*(pieces(model, ids[:, 100:], each, [6, 4]) for each in (cache, fresh)))
+
+
+@pytest.mark.parametrize(("hidden", "sizes"), [([103, 105], [6]), ([100, 102], [3, 1, 1, 1])])
+@pytest.mark.parametrize("prompt", [38, 100])
+@pytest.mark.parametrize("name", ["llama-quest", "llama-rabitq", "deepseek", "gemma3"])
+def test_tokens_up_to_the_last_padding_are_no_draft(double, name, prompt, hidden, sizes):
+    """They are attended to as a turn of a conversation is, and those behind them take steps. Then all do again."""
+    model, ids = double(MODELS[name][0]), random_ids(3, prompt + 20)
+    mask = padding("mixed", 3, prompt, prompt + 20)
+    mask[2, [column - 100 + prompt for column in hidden]] = 0
+    cache, pieced = new_cache(model, name), new_cache(model, name, max_draft_tokens=1)
+    seen = mask[:, prompt : prompt + 6].bool()
+    a = pieces(model, ids[:, : prompt + 6], cache, [prompt, 6], mask)[:, prompt:]
+    b = pieces(model, ids[:, : prompt + 6], pieced, [prompt, *sizes], mask)[:, prompt:]
+    close(a[seen].float(), b[seen].float())
+    a = pieces(model, ids[:, prompt + 6 :], cache, [5, 1, 8], mask)
+    b = pieces(model, ids[:, prompt + 6 :], pieced, [1] * 14, mask)
+    close(a.float(), b.float())
 
 
 @pytest.mark.parametrize("value", [0, -1, None, 2.0])
@@ -189,10 +205,11 @@ class Layer:
 
     def extend(self, seed: int, tokens: int, fill: float | None = None) -> None:
         """Tokens that are attended to densely, but to know their indexer keys."""
-        parts, _, keys = self._random(seed, tokens, fill)
-        length = self.coordinator.length
-        self._index(keys)
-        self.coordinator.extend(parts, self.mask(length + tokens))
+        parts, query, keys = self._random(seed, tokens, fill)
+        mask = self.mask(self.coordinator.length + tokens)
+        if self.indexed:
+            self._select(keys, query, mask)
+        self.coordinator.extend(parts, mask)
         self.outputs += [None] * tokens
 
     def step(self, seed: int, fill: float | None = None) -> None:
@@ -202,11 +219,8 @@ class Layer:
             return
         parts, query, keys = self._random(seed, 1, fill)
         mask = self.mask(self.coordinator.length + 1)
-        self._index(keys)
         if self.indexed:
-            asked, weights = query[:, 0].unsqueeze(1), query[:, 0, :, 0].unsqueeze(1)
-            window = self.coordinator.window(1, mask)
-            selection = self.coordinator.algorithm.retrieve_topk(asked, weights, 1.0, *window, TOP_K).squeeze(1)
+            selection = self._select(keys, query, mask).squeeze(1)
             self.coordinator.append(parts, mask)
             query = query.repeat(1, 1, 1, 2)[..., : WIDTH + 4]
         else:
@@ -224,11 +238,10 @@ class Layer:
     def indexed(self) -> bool:
         return isinstance(self.coordinator.algorithm, LightningIndexer)
 
-    def _index(self, keys: Tensor) -> None:
-        if self.indexed:
-            length, tokens = self.coordinator.length, keys.shape[1]
-            position = torch.arange(length, length + tokens, device=DEVICE).unsqueeze(0)
-            self.coordinator.algorithm.extend(keys, position, length + tokens)
+    def _select(self, keys: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+        """What the indexer selects for tokens with these keys, all of them by the same query."""
+        asked = query.expand(-1, keys.shape[1], -1, -1)
+        return select(self.coordinator, keys, asked, asked[..., 0], 1.0, mask, TOP_K)
 
     def _random(self, seed: int, tokens: int, fill: float | None) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """The parts of tokens, a query, and indexer keys."""
@@ -246,12 +259,31 @@ class Layer:
     def state(self) -> dict[str, Tensor]:
         """All that what comes next depends on."""
         coordinator, length = self.coordinator, self.coordinator.length
-        state = dict(enumerate(coordinator.history())) | coordinator.algorithm.state(length)
-        # How many tokens a crop may leave without building codes anew, and not a part of them.
-        state.pop("begun", None)
-        if coordinator.memory is not None:
-            state |= {"starts": coordinator.starts, "lengths": coordinator.lengths}
+        # What stands for padding in a dense history depends on whether that came from the memory.
+        hidden = ~self.mask(length)
+        state: dict[Any, Tensor] = {
+            i: part.masked_fill(hidden[:, None, :, None], 0) for i, part in enumerate(coordinator.history())
+        }
+        representation = coordinator.algorithm.state(length)
+        if coordinator.memory is None:
+            return state | {name: keys.masked_fill(hidden.unsqueeze(2), 0) for name, keys in representation.items()}
+        lengths = coordinator.lengths
+        state |= {"starts": coordinator.starts, "lengths": lengths}
+        sizes = {"centre": BLOCK, "sum": 0, "count": 0}
+        for name, value in representation.items():
+            if name == "begun":
+                # How many tokens a crop may leave without building codes anew, and not a part of them.
+                continue
+            # What lies behind the end of a sequence that has padding is yet to be written.
+            first = torch.arange(value.shape[1], device=DEVICE) * sizes.get(name, self.granularity)
+            behind = first >= lengths.unsqueeze(1)
+            state[name] = value.masked_fill(behind.view(*behind.shape, *[1] * (value.ndim - 2)), 0)
         return state
+
+    @property
+    def granularity(self) -> int:
+        """Tokens that an entry of the representation is of."""
+        return getattr(self.coordinator.algorithm, "granularity", 1)
 
     def check_buffer(self) -> None:
         """What the device buffer holds of the history is the history. An item that was cropped may lie there still: as
@@ -266,10 +298,10 @@ class Layer:
             named = slot_of(buffer.item_slot[row]).tolist()
             assert {slot: item for item, slot in enumerate(named) if slot >= 0} == held
             for slot, item in held.items():
-                if item >= items:
-                    continue
                 low = item * memory.layout.page_size
-                seen = min(memory.layout.page_size, self.coordinator.length - low)
+                if low >= int(self.coordinator.lengths[row]):
+                    continue
+                seen = min(memory.layout.page_size, int(self.coordinator.lengths[row]) - low)
                 resident = memory.layout.unpack(buffer.buffer[row, slot].view(1, 1, -1), seen)
                 for here, there in zip(resident, parts, strict=True):
                     assert torch.equal(here[0], there[row, low : low + seen])
@@ -298,7 +330,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.parametrize("name", ["quest", "rabitq", "dsa"])
 @settings(max_examples=25)
-@given(number(60), ACTIONS, st.integers(0, 5), st.sampled_from([None, 400]))
+@given(number(60), ACTIONS, st.integers(0, 20), st.sampled_from([None, 400]))
 def test_what_was_cropped_leaves_no_trace(name, prompt, actions, padding, capacity):
     """A history that took drafts and dropped them goes on as one that never saw them, bit for bit."""
     fills = {"rejected": None, "not a number": torch.nan, "infinite": torch.inf}

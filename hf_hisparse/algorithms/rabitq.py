@@ -47,14 +47,15 @@ class RaBitQ(KeyScoring):
         self.centres = Representations()
         self.filling: Any = None
         """Sum `[rows, width]`, in grains, and number `[rows, 1]` of the keys of the newest block, both int64."""
-        self.begun = 0
-        """Tokens that there were when the first blocks of sequences were last centred."""
+        self.begun: Tensor | None = None
+        """`[rows]` int64: tokens that there were when the first block of a row was centred."""
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
         self.centres.select_rows(index)
-        if self.filling is not None:
+        if self.filling is not None and self.begun is not None:
             self.filling = tuple(select_rows(tensor, index) for tensor in self.filling)
+            self.begun = select_rows(self.begun, index)
 
     @property
     def nbytes(self) -> int:
@@ -64,29 +65,33 @@ class RaBitQ(KeyScoring):
     def alignment(self) -> int:
         return self.block
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, held: int = 0) -> None:
-        end, first = start + keys.shape[1], start // self.block
-        blocks, valid = self.cut(keys, start, starts, self.block)
+    def construct_representations(
+        self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor, held: Tensor
+    ) -> None:
+        first = start // self.block
+        blocks, valid = self.cut(keys, start, starts, lengths, self.block)
         sums, counts = self._sums(blocks, valid), valid.sum(2).unsqueeze(-1)
-        self._fill(sums[:, -1], counts[:, -1])
-        if self.begun <= end <= held:
-            return
-        self.begun = end
+        # Rows may differ in which block is their newest.
+        row, newest = torch.arange(len(keys), device=keys.device), (lengths - 1).clamp(min=0) // self.block - first
+        self._fill(sums[row, newest], counts[row, newest])
+        begun = torch.zeros_like(lengths) if self.begun is None else self.begun
+        # What is held stays, but in a first block that others are added to, or of which some that it was centred by are
+        # forgotten.
+        last = (held - 1) // self.block
+        stays = (starts < last * self.block) | ((begun <= lengths) & (lengths <= held))
+        self.begun = torch.where(stays, begun, lengths)
+
         means = mean_of_grains(sums, counts)
-        # The block before this one is whole, and its mean centred the block that is built anew.
-        before = self.centres["centre"][:, first : first + 1].float() if first else means[:, :1]
-        before = torch.cat((before, means[:, :-1]), dim=1)
-        earlier = (starts < start).view(-1, 1, 1)
-        begun = torch.cat((earlier, counts[:, :-1] > 0), dim=1)
-        self.centres.write({"centre": torch.where(begun, before, means).to(keys.dtype)}, first)
+        before = torch.cat((means[:, :1], means[:, :-1]), dim=1)
+        follows = torch.cat((torch.zeros_like(counts[:, :1]), counts[:, :-1]), dim=1) > 0
+        centres = {"centre": torch.where(follows, before, means).to(keys.dtype)}
+        block = first + torch.arange(blocks.shape[1], device=keys.device)
+        self.centres.merge(centres, first, stays.unsqueeze(1) & (block <= last.unsqueeze(1)))
         centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)
         entries = self.encode((blocks.float() - centre).flatten(1, 2)[:, : keys.shape[1]])
         # A code whose centre is as it was stays: encoded again, beside others, it may differ by a rounding.
-        if kept := max(0, min(held, end) - start):
-            for name, entry in entries.items():
-                old, new = self.representations[name][:, start : start + kept], entry[:, :kept]
-                new.copy_(torch.where(earlier.view(-1, *[1] * (new.ndim - 1)), old, new))
-        self.representations.write(entries, start)
+        token = start + torch.arange(keys.shape[1], device=keys.device)
+        self.representations.merge(entries, start, stays.unsqueeze(1) & (token < held.unsqueeze(1)))
 
     def _sums(self, blocks: Tensor, valid: Tensor) -> Tensor:
         """The sums `[rows, n, width]`, in grains, of the valid keys of blocks `[rows, n, block, width]`."""
@@ -101,8 +106,8 @@ class RaBitQ(KeyScoring):
 
     def state(self, tokens: int) -> dict[str, Tensor]:
         filling = {}
-        if self.filling is not None:
-            filling = {"sum": self.filling[0], "count": self.filling[1], "begun": torch.tensor([self.begun])}
+        if self.filling is not None and self.begun is not None:
+            filling = {"sum": self.filling[0], "count": self.filling[1], "begun": self.begun}
         return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -110,7 +115,7 @@ class RaBitQ(KeyScoring):
         if "centre" in state:
             self.centres.write({"centre": state["centre"]}, 0)
             self._fill(state["sum"], state["count"])
-            self.begun = int(state["begun"])
+            self.begun = state["begun"].clone()
 
     def _fill(self, total: Tensor, count: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""

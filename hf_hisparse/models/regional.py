@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.models.attention_interface import AttentionPatch, coordinator_of
-from hf_hisparse.models.dsa import IndexerKeys
+from hf_hisparse.models.dsa import IndexerKeys, select
 
 
 NAME = "hisparse_compiled"
@@ -39,7 +39,6 @@ class _Running(NamedTuple):
     """The layer that is being run."""
 
     patch: AttentionPatch
-    cache: Any
     coordinator: SparseCoordinator
 
 
@@ -93,10 +92,7 @@ def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, 
     Returns:
         `[batch, 1, k]` int32.
     """
-    running = _running.get()
-    running.cache.update_indexer(keys, running.patch.module.layer_idx)
-    window = running.coordinator.window(1, None)
-    return running.coordinator.algorithm.retrieve_topk(query, weights, scale, *window, k)
+    return select(_running.get().coordinator, keys, query, weights, scale, None, k)
 
 
 @layer_selection.register_fake
@@ -219,7 +215,7 @@ class CompiledLayers:
                 if "forward" in vars(layer):
                     raise ValueError(f"a {type(layer).__name__} has a `forward` of its own")
                 served.append(layer)
-                vars(layer)["forward"] = partial(self._forward, layer, _Running(patch, cache, coordinator))
+                vars(layer)["forward"] = partial(self._forward, layer, _Running(patch, coordinator))
             yield
         finally:
             for layer in served:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_hisparse.coordinator import first_tokens
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.regional import CompiledLayers
@@ -71,14 +70,14 @@ class ModelPatch:
         if inputs is None:
             return None
         batch, tokens = inputs.shape[:2]
-        cache.begin_forward(decoder, batch, tokens)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        cache.begin_forward(decoder, batch, tokens, mask)
         if cache.replays(tokens, inputs.device):
             self._switch()
         mask = kwargs.get("attention_mask", ())
         if tokens > 1 and isinstance(mask, Tensor) and cache.steps(tokens):
             # The tokens of a draft are stored one by one, each as far as it sees those before it.
-            newest = newest_mask(mask, batch, cache.get_seq_length(), tokens, inputs.device)
-            first_tokens(newest, batch, inputs.device)
+            newest_mask(mask, batch, cache.get_seq_length(), tokens, inputs.device)
         if (
             (mask is None or isinstance(mask, Tensor))
             and not cache.needs_masks(tokens)
