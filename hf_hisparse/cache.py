@@ -36,6 +36,7 @@ from hf_hisparse.models import (
     unpatch_model,
 )
 from hf_hisparse.models.dsa import IndexerKeys
+from hf_hisparse.placement import device_of
 from hf_hisparse.stats import CacheStats, layer_stats
 from hf_hisparse.trace import Trace, TraceRecorder
 
@@ -195,7 +196,7 @@ class HierarchicalSparseCache(Cache):
         self._recording = False
         self._tracing: TraceRecorder | None = None
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
-        device = next(model.parameters()).device
+        device = device_of(model)
         if self.config.compile and device.type != "cuda":
             logger.warning_once(
                 f"`compile=True` does nothing on {device}: decode steps are captured, and their layers compiled, on a "
@@ -327,7 +328,7 @@ class HierarchicalSparseCache(Cache):
         about = {
             "version": FILE_VERSION,
             "model": identity.describe(model),
-            "device": next(model.get_decoder().parameters()).device.type,
+            "device": device_of(model.get_decoder()).type,
             "options": options,
             "layers": self._kinds(),
             "states": states,
@@ -384,10 +385,8 @@ class HierarchicalSparseCache(Cache):
         if longest is not None and length > longest:
             raise ValueError(f"{length} tokens were saved, more than `max_cache_len={longest}`; use a larger one")
         decoder, patch = model.get_decoder(), patch_model(model)
-        parameter = next(decoder.parameters())
         for index, (layer, state) in enumerate(zip(self.layers, about["states"], strict=True)):
-            module = patch.layers[index].module if index in patch.layers else decoder
-            device = next(module.parameters()).device
+            device = device_of(patch.layers[index].module if index in patch.layers else decoder)
             prefix = f"layers.{index}."
             if isinstance(layer, HierarchicalLayer):
                 own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -395,7 +394,7 @@ class HierarchicalSparseCache(Cache):
                 layer.is_initialized = state["is_initialized"]
             else:
                 vars(layer).update(storage.decode(state, tensors, device, about["device"]))
-        self._parameters = (parameter.dtype, parameter.device)
+        self._parameters = _kind(decoder)
 
     def _kinds(self) -> list[str]:
         """What every layer is, in words."""
@@ -553,15 +552,15 @@ class HierarchicalSparseCache(Cache):
                 f"{length} tokens in the cache and {tokens} new ones pass `max_cache_len={longest}`; use a cache with "
                 "a larger one, a shorter prompt, or fewer `max_new_tokens`"
             )
-        parameter = next(decoder.parameters())
-        if length and self._parameters not in (None, (parameter.dtype, parameter.device)):
+        parameters = _kind(decoder)
+        if length and self._parameters not in (None, parameters):
             raise ValueError(
                 f"the cache was filled by a model in {self._parameters[0]} on {self._parameters[1]}, which is now in "
-                f"{parameter.dtype} on {parameter.device}; use a new cache after moving or casting the model"
+                f"{parameters[0]} on {parameters[1]}; use a new cache after moving or casting the model"
             )
         for coordinator in coordinators:
             coordinator.reserve(tokens)
-        self._parameters = (parameter.dtype, parameter.device)
+        self._parameters = parameters
         windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
         self._begun = length, windows
 
@@ -767,6 +766,11 @@ def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(method := given.get("algorithm"), type):
         given["algorithm"] = f"{method.__module__}.{method.__qualname__}"
     return given
+
+
+def _kind(decoder: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of a decoder's first parameter."""
+    return next(decoder.parameters()).dtype, device_of(decoder)
 
 
 def _max_length(config: Any) -> int | None:
