@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -192,7 +192,8 @@ class HierarchicalSparseCache(Cache):
         self._parameters: tuple[torch.dtype, torch.device] | None = None
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
         """While a forward is under way: the length before it, and the sliding windows as they were."""
-        self._lost = False
+        self._lost = ""
+        """Why the history is lost, if it is."""
         self._recording = False
         self._tracing: TraceRecorder | None = None
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
@@ -293,7 +294,7 @@ class HierarchicalSparseCache(Cache):
         Raises:
             MemoryError: If the memory for what the two will not share cannot be had.
         """
-        self.end_forward(failed=True)
+        self._settle()
         return copy.deepcopy(self)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -306,8 +307,7 @@ class HierarchicalSparseCache(Cache):
             ValueError: If a layer's state cannot be written, or is lost.
             OSError: If the file cannot be written.
         """
-        self.end_forward(failed=True)
-        self._check_lost()
+        self._settle()
         model: Any = self._model()
         if model is None:
             raise ValueError("the model that the cache was made for is gone, and the file must name it; save earlier")
@@ -428,13 +428,14 @@ class HierarchicalSparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
-        self._begun, self._lost = None, False
+        self._lost = "`reset` was interrupted midway"
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):
                 self.layers[index].reset()
             else:
                 # What transformers' own layers keep of themselves when they are reset depends on its version.
                 self.layers[index] = fresh
+        self._begun, self._lost = None, ""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
@@ -444,14 +445,31 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
             )
-        self.end_forward(failed=True)
+        self._settle()
         # In all layers, before any is changed.
         for _, hierarchical in self._hierarchical:
             hierarchical.coordinator.prepare_crop(-tokens_to_remove)
         # Windows and linear states may refuse, so they come first.
         certain = (HierarchicalLayer, DynamicLayer, DynamicIndexedLayer)
-        for layer in sorted(self.layers, key=lambda layer: type(layer) in certain):
-            layer.crop(tokens_to_remove)
+        layers = sorted(self.layers, key=lambda layer: type(layer) in certain)
+        self._change(layers, lambda layer: layer.crop(tokens_to_remove))
+
+    def _settle(self) -> None:
+        """Drops what a forward that was interrupted has left. Raises `ValueError` if the history is lost."""
+        self.end_forward(failed=True)
+        self._check_lost()
+
+    def _change(self, layers: Iterable[Any], change: Callable[[Any], None]) -> None:
+        """Changes layers, of which one that comes first may refuse. If it ends between two the history is lost."""
+        changed = False
+        try:
+            for layer in layers:
+                change(layer)
+                changed = True
+        except BaseException as error:
+            if changed or not isinstance(error, Exception):
+                self._lost = "a change of all layers ended midway"
+            raise
 
     def _prepare_batch(self, batch: int) -> None:
         """Has the memory for a batch of so many in all layers, before any is changed."""
@@ -471,30 +489,34 @@ class HierarchicalSparseCache(Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Keeps the sequences at `beam_idx`, which may repeat."""
+        self._settle()
         self._prepare_batch(len(beam_idx))
-        super().reorder_cache(beam_idx)
+        self._change(self.layers, lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence: what they have in common is held once."""
+        self._settle()
         self._prepare_batch(repeats * max((layer.coordinator.batch for _, layer in self._hierarchical), default=0))
-        super().batch_repeat_interleave(repeats)
+        self._change(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences at `indices`, which may repeat, or where a bool mask is true."""
         indices = torch.as_tensor(indices)
+        self._settle()
         self._prepare_batch(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
-        super().batch_select_indices(indices)
+        self._change(self.layers, lambda layer: layer.batch_select_indices(indices))
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
         if self._begun is None or self._recording:
             return
         length, windows = self._begun
-        self._begun = None
         if self._tracing is not None:
             self._trace(self._tracing, length + 1, failed)
         if not failed:
+            self._begun = None
             return
+        # It has begun until all of it is undone, which may be interrupted too.
         if length == 0:
             self.reset()
             # Running out of it may be why the forward failed.
@@ -504,22 +526,21 @@ class HierarchicalSparseCache(Cache):
         layer: Any
         for layer in self.layers:
             if isinstance(layer, HierarchicalLayer):
-                # Also where the length is as it was: the device may have appended what the host has not counted yet.
-                layer.coordinator.crop(layer.coordinator.length - length)
+                layer.coordinator.undo(length)
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._lost = True
+                self._lost = "a forward failed midway, and took the state of linear-attention layers along"
             elif type(layer) in (DynamicLayer, DynamicIndexedLayer) and layer.keys is not None:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
                 if getattr(layer, "indexer_keys", None) is not None:
                     layer.indexer_keys = layer.indexer_keys[:, :length]
         for layer, state in windows:
             vars(layer).update(state)
+        self._begun = None
 
     def _check_lost(self) -> None:
         if self._lost:
             raise ValueError(
-                "a forward failed midway, and the state of the model's linear-attention layers is lost; call "
-                "`cache.reset()` and start again with the whole text"
+                f"the history is lost: {self._lost}; call `cache.reset()` and start again with the whole text"
             )
 
     def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
@@ -532,8 +553,7 @@ class HierarchicalSparseCache(Cache):
         """
         if self._recording:
             return
-        self.end_forward(failed=True)
-        self._check_lost()
+        self._settle()
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:

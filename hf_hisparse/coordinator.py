@@ -428,6 +428,16 @@ class SparseCoordinator:
             self.algorithm.construct_representations(keys, start, self.starts)
         self.length = length
 
+    def undo(self, length: int) -> None:
+        """Goes back to the first `length` tokens, all that there were before a forward that ended midway.
+
+        Also where there are no more: the device may have appended what the host has not counted yet, or looked for what
+        it then did not copy.
+        """
+        self.crop(self.length - length)
+        if self.memory is not None:
+            self.memory.distrust()
+
     def select_batch(self, index: Tensor) -> None:
         """Keeps the batch elements at `index`, which may repeat: what is the same in two of them is held once.
 

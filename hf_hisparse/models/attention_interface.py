@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +50,7 @@ class _ConfigView:
     """A config that names an attention function of ours to threads that have entered the module, each its own, and is
     the module's own in everything else."""
 
-    def __init__(self, config: Any, entered: dict[int, tuple[SparseCoordinator, str]]):
+    def __init__(self, config: Any, entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]]):
         self._config, self._entered = config, entered
 
     @property
@@ -93,8 +94,9 @@ class AttentionPatch:
     def __init__(self, module: nn.Module):
         self.module: Any = module
         self.config: Any = module.config
-        self._entered: dict[int, tuple[SparseCoordinator, str]] = {}
-        """Whose new tokens, and the name of the attention function, for every thread that is within the module."""
+        self._entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]] = {}
+        """Whose new tokens, and the name of the attention function, for every thread that is within the module. One that
+        was interrupted may stay here, and is to hold no history."""
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -173,15 +175,21 @@ class AttentionPatch:
         with _changing:
             if not self._entered:
                 self._replace()
-            self._entered[threading.get_ident()] = coordinator, name
+            self._entered[threading.get_ident()] = weakref.ref(coordinator), name
 
     def leave(self) -> None:
         """Undoes `enter`, if there is anything to undo."""
         if self._entered and threading.get_ident() in self._entered:
             with _changing:
-                coordinator, _ = self._entered.pop(threading.get_ident())
+                entered = self._entered.pop(threading.get_ident())
                 if not self._entered:
                     self._restore()
+            self._stop(entered)
+
+    @staticmethod
+    def _stop(entered: tuple[weakref.ref[SparseCoordinator], str]) -> None:
+        coordinator = entered[0]()
+        if coordinator is not None:
             coordinator.attending = False
 
     def _replace(self) -> None:
@@ -198,8 +206,8 @@ class AttentionPatch:
     def remove(self) -> None:
         """Takes the hooks off, and undoes what an interrupt has left."""
         with _changing:
-            for coordinator, _ in self._entered.values():
-                coordinator.attending = False
+            for entered in self._entered.values():
+                self._stop(entered)
             if self._entered:
                 self._entered.clear()
                 self._restore()
