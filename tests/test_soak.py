@@ -133,7 +133,9 @@ class Interrupt:
         sys.settrace(self.held)
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        return self.line if frame.f_code.co_filename.startswith(self.package) else None
+        # What is raised as something goes, Python prints and drops.
+        code = frame.f_code
+        return self.line if code.co_filename.startswith(self.package) and code.co_name != "__del__" else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         where = frame.f_code.co_filename, frame.f_lineno
@@ -184,13 +186,11 @@ def test_an_interrupt_at_any_line(kind, change):
         return cache
 
     def after(cache: HierarchicalSparseCache) -> Tensor:
-        # What a step has added is represented anew where a later one failed.
-        cache.crop(0)
         return steps(model, more, cache)
 
-    cache = begin()
-    if change == "crop" and kind == "gemma3":
+    if "crop" in change and kind == "gemma3":
         pytest.skip("transformers' own windows do not crop once they slide")
+    cache = begin()
     with Interrupt() as seen:
         apply(model, cache)
     changed, length = after(cache), cache.get_seq_length() - 3

@@ -95,8 +95,8 @@ class AttentionPatch:
         self.module: Any = module
         self.config: Any = module.config
         self._entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]] = {}
-        """Whose new tokens, and the name of the attention function, for every thread that is within the module. One that
-        was interrupted may stay here, and is to hold no history."""
+        """Whose new tokens, and the name of the attention function, for every thread that is within the module. What an
+        interrupt has left here is to hold no history."""
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
