@@ -99,11 +99,12 @@ class Caches(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(sorted(KINDS)),
         covered=st.sampled_from([False] * 4 + [True]),
-        option=st.sampled_from(["grows", "room", "graph"]),
+        room=st.sampled_from([{}, {"max_cache_len": LONGEST}]),
+        recording=st.booleans(),
         tokens=st.sampled_from([90, 61, 38]),
         batch=st.integers(1, 3),
     )
-    def begin(self, kind: str, covered: bool, option: str, tokens: int, batch: int) -> None:
+    def begin(self, kind: str, covered: bool, room: dict[str, int], recording: bool, tokens: int, batch: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(host_store, "SLAB_BYTES", 1024)
         self.allocations = Allocations()
@@ -114,7 +115,7 @@ class Caches(RuleBasedStateMachine):
         self.options = KINDS[kind][2]
         if covered and self.options:
             self.options = self.options | {"top_k": 2 * LONGEST}
-        self.room = {} if option == "grows" else {"max_cache_len": LONGEST, "cuda_graph": option == "graph"}
+        self.room, self.recording = room, recording and DEVICE.type == "cpu"
         self.seed = 0
         self.held = [self.empty()]
         self.take(self.held[0], self.draw(batch, tokens))
@@ -131,10 +132,9 @@ class Caches(RuleBasedStateMachine):
             return dense_cache(self.model)
         return HierarchicalSparseCache(self.model, **self.options, offload=False)
 
-    @staticmethod
-    def recorded(cache: HierarchicalSparseCache) -> HierarchicalSparseCache:
+    def recorded(self, cache: HierarchicalSparseCache) -> HierarchicalSparseCache:
         """With steps that are recorded and run again, if they are to be."""
-        if cache.graphed is not None and DEVICE.type == "cpu":
+        if self.recording:
             cache.graphed = GraphedForward(Rerun(cache))
         return cache
 
@@ -374,7 +374,7 @@ class Caches(RuleBasedStateMachine):
         if hasattr(self, "held"):
             shutil.rmtree(self.folder)
             self.held.clear()
-            if self.room.get("cuda_graph"):
+            if self.recording:
                 # What stands for a graph here holds the cache that it is of.
                 gc.collect()
             assert self.allocations.live == 0
