@@ -428,7 +428,10 @@ class HierarchicalSparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
-        self._lost = "`reset` was interrupted midway"
+        lost, self._lost = self._lost, "`reset` was interrupted midway"
+        for _, hierarchical in self._hierarchical:
+            if lost:
+                hierarchical.coordinator.lose()
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):
                 self.layers[index].reset()

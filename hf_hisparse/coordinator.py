@@ -104,6 +104,10 @@ class SparseCoordinator:
         """Gives back the memory that is kept for a history to come."""
         self._reserved = None
 
+    def lose(self) -> None:
+        """Drops the history with its memory, neither of which is to be relied on."""
+        self.memory = self._reserved = None
+
     def fork(self) -> SparseCoordinator:
         """A coordinator with the same history, which shares what lies in host memory until one of both changes it.
 
@@ -286,12 +290,14 @@ class SparseCoordinator:
         batch, heads = parts[0].shape[:2]
         starts = first_tokens(mask, batch, parts[0].device)
         memory = self._make_memory(parts)
-        self.batch, self.heads, self.recent, self._reserved = batch, heads, None, None
+        self.batch, self.heads = batch, heads
         self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self.lengths = torch.zeros_like(self.starts)
         self._store(parts, 0, starts)
         self._make_room(parts[0].shape[2])
+        # If it ends before this, the dense history is what there is (`undo`).
+        self.recent = self._reserved = None
 
     def _make_memory(self, parts: Sequence[Tensor]) -> Memory:
         """An empty memory for a history of such parts, with room for them and for `capacity` tokens.
@@ -417,8 +423,8 @@ class SparseCoordinator:
             self.recent = tuple(part[:, :, :length] for part in self.recent)
         elif length <= self.top_k:
             parts = self.memory.read(length)
-            self._drop_memory()
             self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
+            self._drop_memory()
         else:
             if self.memory.cut(length, self.capacity, self.layers):
                 self._make_room(length)
@@ -434,6 +440,11 @@ class SparseCoordinator:
         Also where there are no more: the device may have appended what the host has not counted yet, or looked for what
         it then did not copy.
         """
+        if self.memory is not None and self.recent is not None:
+            # It was on its way to the memory.
+            self._drop_memory()
+            if self._reserved is not None:
+                self._reserved.clear()
         self.crop(self.length - length)
         if self.memory is not None:
             self.memory.distrust()

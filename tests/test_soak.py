@@ -172,7 +172,7 @@ def shallow(name: str) -> Any:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", INTERRUPTED)
-def test_an_interrupt_at_any_line(kind, change):
+def test_an_interrupt_at_any_line(allocations, kind, change):
     """The history is as it was, or as it would have been, or the cache says that it is lost; and then it can be reset.
     Never is it something else."""
     name, options = INTERRUPTED[kind]
