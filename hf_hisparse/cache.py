@@ -706,10 +706,8 @@ class HierarchicalSparseCache(Cache):
         selected = [coordinator.selected or [] for coordinator in coordinators.values()]
         for coordinator in coordinators.values():
             coordinator.selected = []
-        if failed:
-            return
-        if not selected or not all(selected):
-            # The history was written anew, or is dense: the device buffers hold nothing.
+        if failed or not selected or not all(selected):
+            # The history was written anew, or is dense, or what the forward left is undone: the device buffers hold nothing.
             recorder.emptied = True
             return
         layers = []
