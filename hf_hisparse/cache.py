@@ -707,7 +707,7 @@ class HierarchicalSparseCache(Cache):
         for coordinator in coordinators.values():
             coordinator.selected = []
         if failed or not selected or not all(selected):
-            # The history was written anew, or is dense, or what the forward left is undone: the device buffers hold nothing.
+            # The history was written anew, is dense, or is what it was before: the device buffers hold nothing.
             recorder.emptied = True
             return
         layers = []
