@@ -382,5 +382,5 @@ class Caches(RuleBasedStateMachine):
 
 
 TestCaches = Caches.TestCase
-# A quarter of the default, which is 100; the long profile has more.
-TestCaches.settings = settings(max_examples=max(settings.default.max_examples // 4, 1), stateful_step_count=25)
+# Of the default, which is 100; the long profile has more.
+TestCaches.settings = settings(max_examples=max(settings.default.max_examples * 2 // 5, 1), stateful_step_count=25)
