@@ -71,7 +71,7 @@ class Layer:
         self.items = TOKENS // self.algorithm.page_size
         for row in range(rows):  # A row at a time: a construction holds float32 keys.
             one = ALGORITHMS[method]()
-            one.construct_representations(keys[row : row + 1], 0, self.starts[row : row + 1])
+            one.construct_representations(keys[row : row + 1], 0, self.starts[:1], self.lengths[:1])
             self._write(one, row)
 
     def _write(self, one: KeyScoring, row: int) -> None:

@@ -97,7 +97,7 @@ def main() -> None:
                     if keep != (4, 64) and name not in ("RaBitQ, pages of 2", "Quest, pages of 32"):
                         continue
                     algorithm = make()
-                    algorithm.construct_representations(keys, 0, starts)
+                    algorithm.construct_representations(keys, 0, starts, lengths)
                     nbytes[name] = algorithm.nbytes / (kv_heads * tokens)
                     page = algorithm.page_size
                     items = -(-tokens // page)

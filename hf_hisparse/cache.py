@@ -27,6 +27,7 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
+from hf_hisparse.late_check import LateCheck
 from hf_hisparse.models import (
     ModelPatch,
     cache_argument,
@@ -43,7 +44,7 @@ from hf_hisparse.trace import Trace, TraceRecorder
 
 logger = logging.get_logger(__name__)
 
-FILE_KEY, FILE_VERSION = "hf_hisparse", 1
+FILE_KEY, FILE_VERSION = "hf_hisparse", 2
 """In a file's metadata: where what `save` writes about a cache lies, and its version, raised when that changes."""
 SAVED_OPTIONS = ("top_k", "page_size", "algorithm", "dense_layers", "sink_tokens", "recent_tokens")
 """The options that a history depends on. All others may be different when it is loaded."""
@@ -83,17 +84,13 @@ class HierarchicalLayer(CacheLayerMixin):
         """New indexer keys `[batch, tokens, width]`; what the model's own indexer is to score."""
         coordinator, algorithm = self.coordinator, self.coordinator.algorithm
         keys = indexer_key_states.detach()
-        new = keys.shape[1]
-        # A patched module stores its latents after it has selected, others before.
-        start = coordinator.length - (0 if coordinator.attending else new)
-        if coordinator.attending and coordinator.decodes(new):
-            position = coordinator.lengths.unsqueeze(1)
-        else:
-            position = torch.arange(start, start + new, device=keys.device).unsqueeze(0)
-        algorithm.extend(keys, position, start + new)
         if coordinator.attending:
-            return IndexerKeys(coordinator, new)
-        return algorithm.representations["keys"][:, : start + new]
+            return IndexerKeys(coordinator, keys)
+        # A module that is not patched has stored its latents before.
+        length = coordinator.length
+        position = torch.arange(length - keys.shape[1], length, device=keys.device).unsqueeze(0)
+        algorithm.extend(keys, position, length)
+        return algorithm.representations["keys"][:, :length]
 
     def get_seq_length(self) -> int:
         return self.coordinator.length
@@ -196,6 +193,8 @@ class HierarchicalSparseCache(Cache):
         """Why the history is lost, if it is."""
         self._recording = False
         self._tracing: TraceRecorder | None = None
+        self._masks = LateCheck()
+        """Whether the masks of decode steps were right."""
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
         device = device_of(model)
         if self.config.compile and device.type != "cuda":
@@ -546,12 +545,17 @@ class HierarchicalSparseCache(Cache):
                 f"the history is lost: {self._lost}; call `cache.reset()` and start again with the whole text"
             )
 
-    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None:
+    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int, mask: Any) -> None:
         """Called before a patched model's forward: refuses what cannot be served, before any layer changes.
 
+        Args:
+            decoder: The text decoder.
+            batch, tokens: Sequences and new tokens of each.
+            mask: What the decoder is given as `attention_mask`.
+
         Raises:
-            ValueError: If the batch, the dtype or device of the model changed, or its maximum position or
-                `max_cache_len` would be passed.
+            ValueError: If the batch, the dtype or device of the model changed, its maximum position or `max_cache_len`
+                would be passed, or the mask shows padding as tokens, or tokens as padding.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         if self._recording:
@@ -575,6 +579,11 @@ class HierarchicalSparseCache(Cache):
                 f"{length} tokens in the cache and {tokens} new ones pass `max_cache_len={longest}`; use a cache with "
                 "a larger one, a shorter prompt, or fewer `max_new_tokens`"
             )
+        if coordinators:
+            if isinstance(mask, dict):
+                mask = next((mask[kind] for kind in ("full_attention", "indexed_attention") if kind in mask), ())
+            if mask is None or isinstance(mask, Tensor):
+                coordinators[0].check_mask(mask, tokens, self._masks)
         parameters = _kind(decoder)
         if length and self._parameters not in (None, parameters):
             raise ValueError(
@@ -808,7 +817,8 @@ def _max_length(config: Any) -> int | None:
 def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManager[None]:
     """From here on, every `model.generate()` that is given no cache gets a fresh `HierarchicalSparseCache`.
 
-    So pipelines, notebooks and evaluation harnesses need no change. Also a context manager, that undoes it at its end:
+    So pipelines, notebooks and evaluation harnesses need no change. Continuous batching, which has a cache of its own,
+    is refused for as long. Also a context manager, that undoes it at its end:
 
     ```python
     with hf_hisparse.enable(model, top_k=1024):
@@ -834,8 +844,19 @@ def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManage
         return generate(*args, **kwargs)
 
     generate_hierarchical.replaced = replaced  # type: ignore[attr-defined]
-    vars(model)["generate"] = generate_hierarchical
+    vars(model).update({"generate": generate_hierarchical, _CONTINUOUS: _refuse_continuous_batching})
     return _until_exit(model, held)
+
+
+_CONTINUOUS = "init_continuous_batching"
+"""The method of a model that every way to batch continuously goes through."""
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        "continuous batching (`generate_batch`) keeps its history in a paged cache of its own, on the device, and "
+        "takes no other; call `generate`, or `hf_hisparse.disable(model)` before it"
+    )
 
 
 @contextlib.contextmanager
@@ -846,6 +867,8 @@ def _until_exit(model: nn.Module, held: Any) -> Iterator[None]:
         disable(model)
         if held is not None:
             model.generate = held
+        if hasattr(held, "replaced"):
+            vars(model)[_CONTINUOUS] = _refuse_continuous_batching
 
 
 def disable(model: nn.Module) -> None:
@@ -853,5 +876,6 @@ def disable(model: nn.Module) -> None:
     ours = model.__dict__.get("generate")
     if hasattr(ours, "replaced"):
         del model.generate
+        vars(model).pop(_CONTINUOUS, None)
         if ours.replaced is not None:
             model.generate = ours.replaced

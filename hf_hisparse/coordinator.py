@@ -13,36 +13,19 @@ from torch import Tensor
 
 from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
+from hf_hisparse.late_check import LateCheck
 from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
+from hf_hisparse.padding import Padding, seen_by_newest, take
 from hf_hisparse.storage import Pieces
-
-
-def first_tokens(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    """The index of each sequence's first token that is not padding, `[batch]` int64.
-
-    Args:
-        mask: What the newest query may see: None for everything, `[batch, tokens]`, or `[batch, 1, queries, tokens]`,
-            bool, integer or additive.
-
-    Raises:
-        ValueError: If a sequence has padding anywhere but on its left.
-    """
-    if mask is None:
-        return torch.zeros(batch, dtype=torch.int64, device=device)
-    seen = mask if mask.ndim == 2 else mask[:, 0, -1]
-    seen = seen >= 0 if seen.is_floating_point() else seen.bool()
-    starts = seen.int().argmax(dim=1)
-    if bool((seen.sum(1) != seen.shape[1] - starts).any()):
-        raise ValueError("`attention_mask` has padding inside or on the right of a sequence; pad on the left")
-    return starts.expand(batch)
 
 
 class SparseCoordinator:
     """The history of one layer, and how a new token attends to it.
 
-    Up to `top_k` tokens the history is dense, on the device. Beyond, it lies in a `Memory`, an algorithm keeps a
-    representation of it on the device, and a decode step attends to the `k` items that the algorithm selects.
+    Up to `top_k` tokens the history is dense, on the device, padding and all. Beyond, it lies in a `Memory`, without
+    its padding, an algorithm keeps a representation of it on the device, and a decode step attends to the `k` items
+    that the algorithm selects.
 
     Tokens arrive as parts, `[batch, heads, tokens, width]` each: the key and value states, or for latent attention the
     latent and the rotary key. A row is a (batch element, head) pair.
@@ -88,12 +71,15 @@ class SparseCoordinator:
         self.length = self.batch = self.heads = 0
         self.room = 0
         """Tokens up to which no tensor of a decode step moves or changes its shape."""
+        self.padding = Padding.none(0, torch.device("cpu"))
+        """Of a history in the memory; of one that is dense, what was lost as it came from there."""
         self.recent: tuple[Tensor, ...] | None = None
         self.algorithm: Any = algorithm()
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
         self.length = self.batch = self.heads = self.room = 0
+        self.padding = Padding.none(0, torch.device("cpu"))
         self.recent = None
         self.memory, self._reserved = None, self.memory or self._reserved
         if self._reserved is not None:
@@ -132,12 +118,13 @@ class SparseCoordinator:
         tensors: dict[str, Pieces] = {}
         facts: dict[str, Any] = {"length": self.length, "batch": self.batch, "heads": self.heads}
         kept = {f"representation.{name}": value for name, value in self.algorithm.state(self.length).items()}
+        kept["kept"] = self.padding.kept
         if self.recent is not None:
             kept |= {f"recent.{i}": part for i, part in enumerate(self.recent)}
         if self.memory is not None:
             layout = self.memory.layout
             facts["widths"] = list(layout.widths)
-            kept |= {"starts": self.starts, "lengths": self.lengths}
+            kept["lengths"] = self.lengths
             shape = (self.memory.rows, layout.items(self.length), layout.elements)
             tensors["items"] = Pieces(self.memory.dtype, shape, self.memory.dump(self.length))
         return tensors | {name: Pieces.of(value) for name, value in kept.items()}, facts
@@ -154,13 +141,15 @@ class SparseCoordinator:
             MemoryError: If the host memory cannot be had.
         """
         moved = {name: value.to(device, copy=True) for name, value in tensors.items() if name != "items"}
+        self.padding = Padding(moved["kept"])
         if "items" in tensors:
             shape = (facts["batch"], facts["heads"], facts["length"])
             like = torch.empty((), dtype=tensors["items"].dtype, device=device)
             memory = self._empty_memory(tuple(like.expand(*shape, width) for width in facts["widths"]))
+            memory.ragged = self.padding.most
             memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
             self._reserved, self.memory = None, memory
-            self.starts, self.lengths = moved["starts"], moved["lengths"]
+            self.starts, self.lengths = torch.zeros_like(moved["lengths"]), moved["lengths"]
         elif facts["length"]:
             self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
             if self.capacity > self.top_k:
@@ -182,6 +171,47 @@ class SparseCoordinator:
             raise ValueError(
                 f"the cache holds a batch of {self.batch} and was given a batch of {batch}; use a new cache, or "
                 "`cache.batch_select_indices` or `cache.batch_repeat_interleave` to change the batch"
+            )
+
+    def check_mask(self, mask: Tensor | None, tokens: int, steps: LateCheck) -> None:
+        """Refuses a mask that shows padding which is not kept, or hides a token that is stored or decoded.
+
+        While attention is dense it is masked by itself, as ever.
+
+        Args:
+            mask: As for `seen_by_newest`, or None for everything.
+            tokens: How many new tokens it is for, with those that are held.
+            steps: What is known of the masks of single tokens, which the host does not wait for.
+
+        Raises:
+            ValueError: If it is such a mask, or has too few columns.
+        """
+        stored, total = self.memory is not None, self.length + tokens
+        decoded = tokens == 1 and not self.is_dense(tokens)
+        if not (stored or decoded or self.padding):
+            return
+        fix = f"give one of [{self.batch}, {total}] that shows the same of them as before, and a 1 for a decoded token"
+        if mask is None:
+            if self.padding:
+                raise ValueError(
+                    f"no `attention_mask` is given, and of {self.length} tokens in the cache some are padding; {fix}"
+                )
+            return
+        if mask.shape[-1] < total and (mask.ndim == 2 or mask.shape[-1] > 1):
+            raise ValueError(
+                f"`attention_mask` of shape {list(mask.shape)} is for {mask.shape[-1]} tokens, and there are {total}: "
+                f"{self.length} in the cache and {tokens} new ones; {fix}"
+            )
+        seen = seen_by_newest(mask, total)
+        held = (total if decoded else self.length) if stored else self.padding.kept.shape[1]
+        same = self.padding.matches(seen[:, :held])
+        if decoded and not stored:
+            same &= seen[:, -1].all()
+        if steps.failed(same) if tokens == 1 else not same:
+            raise ValueError(
+                f"`attention_mask` shows other padding among {self.length} tokens in the cache than when they came, or "
+                "hides a decoded token; padding is not stored, so that it cannot change (on a GPU this may be found a "
+                f"step late): {fix}"
             )
 
     def _check(self, parts: Sequence[Tensor]) -> None:
@@ -253,10 +283,11 @@ class SparseCoordinator:
                     self._reserved = self._make_memory(parts)
                 self.recent = full
         else:
-            starts = first_tokens(mask, self.batch, self.memory.device)
+            held = self.length - self.padding.most
+            more = self._padding_of(self.length, self.length + new, mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
             self._reserve(self.length + new)
-            self._store(full, self.length, starts)
+            self._store(full, held, self.padding.extended(self.length, more))
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
         return full
@@ -272,11 +303,14 @@ class SparseCoordinator:
         return full
 
     def history(self) -> tuple[Tensor, ...]:
-        """The whole history on the device, parts `[batch, heads, tokens, width]`."""
+        """The whole history on the device, parts `[batch, heads, tokens, width]`. Padding is there, as any tokens."""
         if self.memory is None:
             return self.recent or ()
-        parts = self.memory.read(self.length)
-        return tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
+        parts = tuple(part.unflatten(0, (self.batch, self.heads)) for part in self.memory.read(self.length))
+        if not self.padding:
+            return parts
+        positions = self.padding.positions(self.length)
+        return tuple(take(part, positions, 2) for part in parts)
 
     @staticmethod
     def _join(old: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -285,17 +319,25 @@ class SparseCoordinator:
             return new
         return tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
 
+    def _padding_of(self, first: int, columns: int, mask: Tensor | None, batch: int, device: torch.device) -> Padding:
+        """The padding among columns `first` to `columns`, as far as the newest query may see what a mask shows."""
+        if mask is None:
+            return Padding.none(batch, device)
+        return Padding(seen_by_newest(mask, columns)[:, first:].to(device).expand(batch, -1))
+
     def _spill(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
         """Moves a dense history, given whole, into a new memory."""
-        batch, heads = parts[0].shape[:2]
-        starts = first_tokens(mask, batch, parts[0].device)
+        batch, heads, tokens = parts[0].shape[:3]
+        padding = self._padding_of(0, tokens, mask, batch, parts[0].device)
         memory = self._make_memory(parts)
         self.batch, self.heads = batch, heads
         self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self.lengths = torch.zeros_like(self.starts)
-        self._store(parts, 0, starts)
-        self._make_room(parts[0].shape[2])
+        self._store(parts, 0, padding)
+        self._make_room(tokens)
+        if padding:
+            self.algorithm.select_tokens(padding.columns(self.length))
         # If it ends before this, the dense history is what there is (`undo`).
         self.recent = self._reserved = None
 
@@ -326,16 +368,21 @@ class SparseCoordinator:
             memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
         return memory
 
-    def _store(self, parts: Sequence[Tensor], held: int, starts: Tensor) -> None:
-        """Takes a history, given whole, of which the first `held` tokens are in the memory already."""
+    def _store(self, parts: Sequence[Tensor], held: int, padding: Padding) -> None:
+        """Takes a history, given whole, of which every sequence's first `held` tokens are in the memory already."""
+        tokens = parts[0].shape[2]
+        self.padding, self.memory.ragged = padding, padding.most
+        self.lengths.copy_(padding.lengths(tokens).repeat_interleave(self.heads))
+        if padding:
+            # What there is of padding comes last, where tokens to come will lie.
+            columns = padding.columns(tokens)
+            parts = tuple(take(part, columns, 2) for part in parts)
         rows = tuple(part.flatten(0, 1) for part in parts)
-        self.starts.copy_(starts.repeat_interleave(self.heads))
-        self.lengths.fill_(parts[0].shape[2])
         page_size = self.memory.layout.page_size
         first = held // page_size * page_size
         self.memory.write(tuple(part[:, first:] for part in rows), first)
         start = self._aligned(max(held - 1, 0))
-        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts)
+        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts, self.lengths)
 
     def _aligned(self, token: int) -> int:
         """The last token at or before `token` that begins both an item and a unit of the representation."""
@@ -348,6 +395,8 @@ class SparseCoordinator:
                 self.memory.cut(0, self.capacity, self.layers)
                 self._reserved = self.memory
             self.memory, self.room = None, 0
+            if self.padding:
+                self.algorithm.select_tokens(self.padding.positions(self.length))
             self.algorithm.forget()
 
     # ---- the decode step ---------------------------------------------------------------------------------------------
@@ -356,7 +405,7 @@ class SparseCoordinator:
         """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`."""
         self._check(parts)
         if self.memory is None:
-            self._spill(self.history(), None if mask is None else mask[..., :-1])
+            self._spill(self.history(), mask)
         self._reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2) for part in parts]
         self.memory.append(torch.cat(rows, dim=-1), self.lengths)
@@ -368,23 +417,31 @@ class SparseCoordinator:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
         self.length += 1
 
-    def window(self, tokens: int, mask: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    def window(self, tokens: int, mask: Tensor | None) -> tuple[Tensor, Tensor, int, Padding | None]:
         """What `tokens` new tokens that are yet to be stored may attend to, each as far as itself.
+
+        A history that no longer is to be dense leaves the device here.
 
         Args:
             tokens: How many there are.
-            mask: As for `first_tokens`. A decode step does not look at it, and may have None.
+            mask: As for `seen_by_newest`. A decode step does not look at it, and may have None.
 
         Returns:
-            `[batch]` int64 each, the first token that is not padding and the first new one; and how many tokens there
-            are with the new ones, or there is room for.
+            `[batch]` int64 each, the first token that is not padding and the first new one; how many tokens there are
+            with the new ones, or there is room for; and the padding among the new ones, or None if there is none.
         """
+        dense = self.is_dense(tokens)
+        if self.memory is None and self.length and not dense:
+            self._spill(self.history(), mask)
         if self.decodes(tokens):
-            return self.starts, self.lengths, max(self.room, self.length + 1)
+            return self.starts, self.lengths, max(self.room, self.length + 1), None
         assert mask is not None
+        total = self.length + tokens
+        starts = torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
+        first = torch.full_like(starts, self.length) if self.memory is None else self.lengths
         # Where attention is dense it is masked by itself.
-        starts = first_tokens(None if self.is_dense(tokens) else mask, len(mask), mask.device)
-        return starts, torch.full_like(starts, self.length), self.length + tokens
+        padding = self._padding_of(self.length, total, None if dense else mask, len(mask), mask.device)
+        return starts, first, total, padding or None
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
@@ -419,20 +476,20 @@ class SparseCoordinator:
         if length == 0:
             self.reset()
             return
+        self.length, self.padding = length, self.padding.cut(length)
         if self.memory is None:
             self.recent = tuple(part[:, :, :length] for part in self.recent)
-        elif length <= self.top_k:
-            parts = self.memory.read(length)
-            self.recent = tuple(part.unflatten(0, (self.batch, self.heads)) for part in parts)
+            return
+        if length <= self.top_k:
+            self.recent = self.history()
             self._drop_memory()
-        else:
-            if self.memory.cut(length, self.capacity, self.layers):
-                self._make_room(length)
-            start = self._aligned(length - 1)
-            keys = self.memory.read(length, start)[0]
-            self.lengths.fill_(length)
-            self.algorithm.construct_representations(keys, start, self.starts)
-        self.length = length
+            return
+        if self.memory.cut(length, self.capacity, self.layers):
+            self._make_room(length)
+        start = self._aligned(max(length - self.padding.most - 1, 0))
+        keys = self.memory.read(length, start)[0]
+        self.lengths.copy_(self.padding.lengths(length).repeat_interleave(self.heads))
+        self.algorithm.construct_representations(keys, start, self.starts, self.lengths)
 
     def undo(self, length: int) -> None:
         """Goes back to the first `length` tokens, all that there were before a forward that ended midway.
@@ -459,13 +516,17 @@ class SparseCoordinator:
             return
         index = index.to(self.memory.device if self.recent is None else self.recent[0].device)
         rows = (index.unsqueeze(1) * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+        chosen = index.tolist() if self.memory is not None or self.padding else []
         if self.recent is not None:
             self.recent = tuple(part.index_select(0, index) for part in self.recent)
         else:
-            self.memory.select(rows.tolist(), self.length, self.layers)
+            held = [row * self.heads + head for row in chosen for head in range(self.heads)]
+            self.memory.select(held, self.length, self.layers)
             self.starts, self.lengths = select_rows(self.starts, rows), select_rows(self.lengths, rows)
             if len(index) != self.batch:
                 self.serial = next(self._serials)
+        if chosen:
+            self.padding = self.padding.select(index, chosen)
         self.algorithm.select_rows(rows)
         self.batch = len(index)
 

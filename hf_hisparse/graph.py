@@ -48,7 +48,7 @@ class Uncapturable(Exception):
 class Stepping(Protocol):
     """What a cache whose forwards are graphed does."""
 
-    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int) -> None: ...
+    def begin_forward(self, decoder: nn.Module, batch: int, tokens: int, mask: Any) -> None: ...
 
     def end_forward(self, failed: bool) -> None: ...
 
@@ -228,7 +228,8 @@ class GraphedForward:
             self._warn(reason)
             return forward(*args, **kwargs)
 
-        cache.begin_forward(model.get_decoder(), *tokens.shape[:2])
+        batch, new = tokens.shape[:2]
+        cache.begin_forward(model.get_decoder(), batch, new, given.get("attention_mask"))
         failed = True
         try:
             if self._replay is None:

@@ -269,6 +269,23 @@ def left_padding(batch: int, tokens: int) -> Tensor:
     return mask
 
 
+def padding(kind: str, batch: int, prompt: int, tokens: int) -> Tensor:
+    """A mask over `tokens` tokens that pads a prompt, in all but the first sequence, each by another length: on the
+    "left", on the "right", with "holes", or "mixed": one after the other.
+    """
+    generator = torch.Generator().manual_seed(prompt)
+    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    for row in range(1, batch):
+        how = ("right", "left", "holes")[row % 3] if kind == "mixed" else kind
+        if how == "left":
+            mask[row, : 7 * row + 2] = 0
+        elif how == "right":
+            mask[row, prompt - 5 * row - 1 : prompt] = 0
+        else:
+            mask[row, torch.randperm(prompt - 1, generator=generator)[: prompt // 4 + row]] = 0
+    return mask.to(DEVICE)
+
+
 def interpret(file: str, kernels: str) -> None:
     """Runs a file of tests in a process where Triton's kernels run on the CPU, which importing the package does not
     import: those are in the module `kernels`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
@@ -38,7 +39,9 @@ def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, bu
     """The algorithm after a prefill of the first `built` keys and then a token at a time."""
     rows, tokens, _ = keys.shape
     built = tokens if built is None else built
-    algorithm.construct_representations(keys[:, :built], 0, zeros(rows) if starts is None else starts)
+    algorithm.construct_representations(
+        keys[:, :built], 0, zeros(rows) if starts is None else starts, zeros(rows) + built
+    )
     for t in range(built, tokens):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((rows,), t))
@@ -158,7 +161,7 @@ def test_blocks_that_fill_in_decoding_equal_blocks_that_were_constructed(monkeyp
         grown.update_representations(keys[:, token], full((2,), token))
     rebuilt = filled(RaBitQ(), keys[:, :filled_first])
     start = (filled_first - 1) // 8 * 8
-    rebuilt.construct_representations(keys[:, start:], start, zeros(2))
+    rebuilt.construct_representations(keys[:, start:], start, zeros(2), zeros(2) + 50)
     for other in (grown, rebuilt):
         torch.testing.assert_close(centre_of(other, 50), centre_of(whole, 50), rtol=1e-5, atol=1e-5)
         # Sums in another order may turn the sign of a coordinate that is next to nothing.
@@ -301,7 +304,7 @@ def test_chunks_equal_a_prefill(name, page_size, chunks):
             # A chunk begins with the page of the last token, as the coordinator hands it over.
             start = max(length - 1, 0) // page_size * page_size
             length += chunk
-            grown.construct_representations(keys[:, start:length], start, zeros(2))
+            grown.construct_representations(keys[:, start:length], start, zeros(2), zeros(2) + length)
         assert_same_representation(whole, grown, -(-tokens // whole.granularity))
 
 
@@ -310,11 +313,47 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys, other = draw(2, 40, WIDTH), draw(2, 40, WIDTH, seed=1) * 10
     algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
-    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2))
+    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2), zeros(2) + 19)
     for t in range(19, 40):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((2,), t))
     assert_same_representation(filled(method(page_size=8), keys), algorithm, 40 // algorithm.granularity)
+
+
+def test_rows_of_any_length_are_represented_as_each_alone(method, monkeypatch):
+    """Built, then a token at a time, then built anew from the shortest row's end, whatever lies behind a row's end."""
+    monkeypatch.setattr(RaBitQ, "block", 8)
+    lengths = tensor([40, 17, 16, 9, 1])
+    keys, new = draw(5, 40, WIDTH), draw(5, 20, WIDTH, seed=1)
+    together = method(page_size=4)
+    together.construct_representations(keys, 0, zeros(5), lengths)
+    together.reserve(60)
+    for t in range(20):
+        together.update_representations(new[:, t], lengths + t)
+    whole = [torch.cat((keys[row, :length], new[row])) for row, length in enumerate(lengths.tolist())]
+    alone = [
+        filled(method(page_size=4), one.unsqueeze(0), built=length)
+        for one, length in zip(whole, lengths.tolist(), strict=True)
+    ]
+    padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=1000)
+    start = (21 - 1) // 8 * 8
+    rebuilt = copy.deepcopy(together)
+    rebuilt.construct_representations(padded[:, start:], start, zeros(5), lengths + 20)
+    for row, one in enumerate(alone):
+        tokens = len(whole[row])
+        for each in (together, rebuilt):
+            mine = copy.deepcopy(each)
+            mine.select_rows(tensor([row]))
+            if not isinstance(mine, RaBitQ):
+                assert_same_representation(one, mine, -(-tokens // one.granularity))
+                continue
+            # A block's sum is of its keys in the order in which they came, or all at once.
+            centres = (centre_of(each, tokens) for each in (one, mine))
+            torch.testing.assert_close(*centres, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.filling[0], one.filling[0], rtol=1e-5, atol=1e-5)
+            assert torch.equal(mine.filling[1], one.filling[1])
+            torch.testing.assert_close(decoded(mine, tokens).abs(), decoded(one, tokens).abs(), rtol=2e-3, atol=1e-5)
+            assert (decoded(mine, tokens).sign() != decoded(one, tokens).sign()).double().mean() < 0.01
 
 
 def test_padding_leaves_no_trace(method):

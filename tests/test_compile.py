@@ -29,9 +29,9 @@ from tests.helpers import (
     dense_cache,
     forward,
     generate,
-    left_padding,
     logits_of,
     make_model,
+    padding,
     random_ids,
     same_bits,
 )
@@ -124,7 +124,7 @@ def is_as_it_was(model: nn.Module) -> bool:
 def test_compiled_layers_give_the_same(kind, padded, backend):
     name, options = MODELS[kind]
     model, ids = model_of(name), random_ids(3, 90)
-    mask = left_padding(3, 90) if padded else None
+    mask = padding("mixed", 3, 90, 90) if padded else None
     cache = compiled(model, options)
     found = generate(model, ids, cache, 40, mask)
     expected = generate(model, ids, HierarchicalSparseCache(model, **options), 40, mask)
@@ -460,7 +460,7 @@ def test_another_cache_compiles_with_a_patched_model_as_with_any():
 @pytest.mark.parametrize("kind", ["llama-rabitq", "llama-quest", "deepseek", "glm"])
 def test_256_tokens_of_compiled_layers_in_a_graph(kind):
     model, ids = model_of(MODELS[kind][0]).cuda(), random_ids(3, 200).cuda()
-    mask = left_padding(3, 200).cuda()
+    mask = padding("mixed", 3, 200, 200).cuda()
     cache = HierarchicalSparseCache(model, **MODELS[kind][1], max_cache_len=500, compile=True)
     found = generate(model, ids, cache, 256, mask)
     assert cache.graphed.compiles and cache.graphed.captured == 1 and cache.graphed.replayed >= 253

@@ -315,29 +315,6 @@ def test_a_history_past_the_longest(name, longest):
         forward(model, ids[:, :1], cache)
 
 
-MASKS = {
-    "right": lambda mask: mask[1, -3:].zero_(),
-    "hole": lambda mask: mask[1, 30:33].zero_(),
-    "left and hole": lambda mask: (mask[0, :5].zero_(), mask[1, 10:11].zero_()),
-    "nothing": lambda mask: mask[1].zero_(),
-}
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", MASKS)
-def test_padding_anywhere_but_on_the_left_of_a_prompt(case, implementation):
-    model, ids = make_model("llama"), random_ids(2, 60)
-    model.set_attn_implementation(implementation)
-    mask = torch.ones_like(ids)
-    MASKS[case](mask)
-    cache = HierarchicalSparseCache(model, **GQA)
-    with pytest.raises(ValueError, match=r"`attention_mask` has padding inside or on the right .* pad on the left"):
-        forward(model, ids, cache, mask)
-    assert cache.get_seq_length() == 0
-    expected = decode(model, ids, HierarchicalSparseCache(model, **GQA), 50)
-    assert same_bits(decode(model, ids, cache, 50), expected)
-
-
 def every_query(change: Callable[[Tensor], object] = lambda mask: None) -> Tensor:
     """A causal mask for 60 queries, but for a change."""
     mask = torch.ones(2, 1, 60, 60, dtype=torch.bool, device=DEVICE).tril()
@@ -346,7 +323,6 @@ def every_query(change: Callable[[Tensor], object] = lambda mask: None) -> Tenso
 
 
 PROMPT_MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "right": (lambda: torch.ones(2, 60, device=DEVICE) * (torch.arange(60, device=DEVICE) < 58), "on the right"),
     "short": (
         lambda: torch.ones(2, 50, device=DEVICE),
         r"\[2, 50\] is for 50 tokens, and there are 60: 0 in the cache",
@@ -369,22 +345,6 @@ def test_masks_that_a_prompt_of_selections_cannot_have(case):
     assert cache.get_seq_length() == 0
     expected = decode(model, ids, HierarchicalSparseCache(model), 50)
     assert same_bits(decode(model, ids, cache, 50), expected)
-
-
-def test_padding_within_a_short_context_is_found_when_it_outgrows_top_k():
-    """Dense attention takes any mask. The first sparse step does not, and leaves the dense history as it was."""
-    model, ids = make_model("llama"), random_ids(2, 50)
-    mask = torch.ones_like(ids)
-    mask[1, 25:30] = 0
-    cache = HierarchicalSparseCache(model, **GQA)
-    dense = dense_cache(model)
-    assert same_bits(decode(model, ids[:, :40], cache, 30, mask), decode(model, ids[:, :40], dense, 30, mask))
-    with pytest.raises(ValueError, match="padding inside or on the right"):
-        forward(model, ids[:, 40:41], cache, mask[:, :41])
-    assert cache.get_seq_length() == 40
-    cache.crop(-15)
-    dense.crop(-15)
-    assert same_bits(forward(model, ids[:, :10], cache), forward(model, ids[:, :10], dense))
 
 
 def test_an_attention_implementation_that_cannot_serve(kept):

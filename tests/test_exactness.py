@@ -32,6 +32,7 @@ from tests.helpers import (
     left_padding,
     logits_of,
     make_model,
+    padding,
     random_ids,
     same_bits,
 )
@@ -47,7 +48,7 @@ def test_every_step_equals_the_resident_oracle(tiny, method, dtype, batch, padde
     name, options = METHODS[method]
     model = tiny(name, dtype)
     ids = random_ids(batch, 170)
-    mask = left_padding(*ids.shape) if padded else None
+    mask = padding("mixed", batch, 150, 170) if padded else None
     resident = HierarchicalSparseCache(model, **options, offload=False)
     expected = decode(model, ids, resident, 150, mask)
     assert resident.stats().host_bytes == 0
@@ -66,7 +67,7 @@ def test_every_step_equals_the_resident_oracle(tiny, method, dtype, batch, padde
 @pytest.mark.parametrize("method", METHODS)
 def test_a_context_that_outgrows_top_k_while_decoding(tiny, method):
     name, options = METHODS[method]
-    model, ids, mask = tiny(name), random_ids(3, 70), left_padding(3, 70)
+    model, ids, mask = tiny(name), random_ids(4, 70), padding("mixed", 4, 25, 70)
     resident = decode(model, ids, HierarchicalSparseCache(model, **options, offload=False), 25, mask)
     cache = HierarchicalSparseCache(model, **options)
     assert same_bits(decode(model, ids, cache, 25, mask), resident)
@@ -182,7 +183,7 @@ def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, promp
     model = make_model(name)
     # Not every kind of attention can cap its logits, as Gemma 2 does.
     model.set_attn_implementation("eager")
-    ids, mask = random_ids(3, prompt + 30), left_padding(3, prompt + 30)
+    ids, mask = random_ids(4, prompt + 30), padding("mixed", 4, prompt, prompt + 30)
     selections: list[tuple[Tensor, int]] = []
     attend = SparseCoordinator.attend
 
@@ -207,12 +208,14 @@ def test_a_step_attends_to_its_selection_and_nothing_else(name, algorithm, promp
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         if new == 1 and key.shape[2] > GQA["top_k"] and kwargs.get("sliding_window") is None:
             selection, size = next(queue)
-            kept = torch.zeros(len(selection), key.shape[2] + size, dtype=torch.bool, device=key.device)
+            kept = torch.zeros(len(selection), key.shape[2], dtype=torch.bool, device=key.device)
             for row, items in enumerate(selection.tolist()):
+                # Pages are of tokens, without the padding between them.
+                tokens = visible[row * batch // len(selection), 0, 0].nonzero().squeeze(1)
                 for item in items:
                     if item >= 0:
-                        kept[row, item * size : (item + 1) * size] = True
-            kept = kept[:, : key.shape[2]].view(batch, -1, 1, key.shape[2]).repeat_interleave(group, 1)
+                        kept[row, tokens[item * size : (item + 1) * size]] = True
+            kept = kept.view(batch, -1, 1, key.shape[2]).repeat_interleave(group, 1)
             visible = visible & kept
         logits = logits.masked_fill(~visible, -torch.inf)
         if s_aux is not None:
@@ -325,7 +328,7 @@ def test_sparse_models_generate_what_the_stock_model_does(tiny, name):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_models_with_padding(tiny, name):
-    as_stock(tiny(name), random_ids(3, 100), 32, left_padding(3, 100))
+    as_stock(tiny(name), random_ids(4, 100), 32, padding("mixed", 4, 100, 100))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
@@ -368,7 +371,7 @@ def test_every_logit_of_a_prompt(tiny, small_blocks, name, chunks, padded):
     """In chunks that begin the prompt, within `index_topk` tokens, and beyond. With these ids, every query's last
     selected score and the next one differ by 2e-5 of themselves or more, so that rounding changes no selection."""
     model, ids = tiny(name), random_ids(2, sum(chunks), seed=8)
-    mask = left_padding(2, sum(chunks)) if padded else None
+    mask = padding("holes", 2, sum(chunks), sum(chunks)) if padded else None
     stock, ours = dense_cache(model), HierarchicalSparseCache(model)
     start = 0
     for chunk in chunks:

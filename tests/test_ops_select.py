@@ -230,7 +230,7 @@ class History:
         self.starts = torch.arange(case.rows) * (case.tokens // (2 * case.rows) + 1)
         self.lengths = torch.full((case.rows,), case.tokens) - (torch.arange(case.rows) == case.rows - 1).long()
         self.algorithm: KeyScoring = ALGORITHMS[case.method](case.page_size)
-        self.algorithm.construct_representations(self.keys, 0, self.starts)
+        self.algorithm.construct_representations(self.keys, 0, self.starts, torch.full_like(self.starts, case.tokens))
 
     def on(self, device: str) -> History:
         """Moves everything, representations as they are."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import HierarchicalMemory, Memory, host_store, pinned
-from tests.helpers import DEVICE, METHODS, decode, forward, generate, left_padding, logits_of, random_ids, same_bits
+from tests.helpers import DEVICE, METHODS, decode, forward, generate, logits_of, padding, random_ids, same_bits
 from tests.test_memory import Allocations
 
 
@@ -246,7 +246,7 @@ def steps(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Te
 @pytest.mark.parametrize("tokens", [20, 32, 100], ids=["dense", "nearly sparse", "sparse"])
 def test_forks_equal_caches_of_their_own(allocations, model, method, tokens, options):
     """However they are made, whichever goes on first, and whether they take one token or several."""
-    ids, mask = random_ids(2, tokens), left_padding(2, tokens + 60)
+    ids, mask = random_ids(2, tokens), padding("holes", 2, tokens, tokens + 60)
 
     def prompt() -> HierarchicalSparseCache:
         cache = new(model, method, **options)
@@ -361,7 +361,7 @@ def stores(cache: HierarchicalSparseCache) -> list[host_store.HostStore]:
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}], ids=["grows", "room"])
 def test_a_batch_that_changes_equals_the_resident_oracle(allocations, model, method, options):
-    mask = left_padding(3, 200)
+    mask = padding("mixed", 3, 100, 200)
     logits = []
     for offload in (True, False):
         cache = new(model, method, **options, offload=offload)

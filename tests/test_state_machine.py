@@ -147,7 +147,7 @@ class Caches(RuleBasedStateMachine):
 
     def take(self, held: Held, ids: Tensor) -> None:
         """Both caches take new tokens, and say the same of them."""
-        mask = torch.cat((held.mask, torch.ones_like(ids)), dim=1) if held.length else self.padding(ids)
+        mask = torch.cat((held.mask, torch.ones_like(ids)), dim=1) if held.length else torch.ones_like(ids)
         logits = [forward(self.model, ids, cache, mask) for cache in (held.cache, held.twin)]
         seen = mask[:, -ids.shape[1] :].bool()
         found, expected = (each[seen] for each in logits)
@@ -169,14 +169,6 @@ class Caches(RuleBasedStateMachine):
             if held.parts
             else tuple(new)
         )
-
-    def padding(self, ids: Tensor) -> Tensor:
-        """Of a new history: every other row is padded."""
-        mask = torch.ones_like(ids)
-        if ids.shape[1] > 4:
-            for row in range(1, len(ids), 2):
-                mask[row, : 1 + row] = 0
-        return mask
 
     # ---- what is done ------------------------------------------------------------------------------------------------
 

@@ -76,13 +76,14 @@ class SparseAlgorithm(ABC):
         return 1
 
     @abstractmethod
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor) -> None:
         """(Re)builds the representation of tokens from `start` on, after a prefill.
 
         Args:
-            keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest.
-            start: Index of the first of them, a multiple of `alignment`: 0, or that of a token represented already.
-            starts: `[rows]` int64, the first token of each row that is not padding.
+            keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest of the longest row.
+            start: Index of the first of them, a multiple of `alignment`: 0, or that of a token that every row has and
+                that is represented already.
+            starts, lengths: `[rows]` int64: a row has tokens `starts` to `lengths`.
         """
 
     @abstractmethod
@@ -109,6 +110,12 @@ class SparseAlgorithm(ABC):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Takes what `state` gave."""
         self.representations.write(state, 0)
+
+    def select_tokens(self, index: Tensor) -> None:
+        """Reorders the tokens: the first `n` become those at `index` `[batch, n]`, as the history is moved.
+
+        Nothing, where `construct_representations` or `forget` follows and needs nothing of what there was.
+        """
 
     def forget(self) -> None:
         """The history is dense again, or was moved: it will be constructed anew."""
@@ -184,19 +191,19 @@ class KeyScoring(SparseAlgorithm):
         """
 
     @staticmethod
-    def cut(keys: Tensor, start: int, starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def cut(keys: Tensor, start: int, starts: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which are valid."""
         rows, tokens, width = keys.shape
         n = -(-tokens // size)
         position = start + torch.arange(n * size, device=keys.device)
-        valid = (position >= starts.unsqueeze(1)) & (position < start + tokens)
+        valid = (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
         padded = keys.new_zeros(rows, n * size, width)
         padded[:, :tokens] = keys
         return padded.view(rows, n, size, width), valid.view(rows, n, size)
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor) -> None:
         size = self.granularity
-        self.representations.write(self.represent(*self.cut(keys, start, starts, size)), start // size)
+        self.representations.write(self.represent(*self.cut(keys, start, starts, lengths, size)), start // size)
 
     def entries(self, tokens: int) -> int:
         return -(-tokens // self.granularity)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms.base import SparseAlgorithm
+from hf_hisparse.padding import take
 
 
 class LightningIndexer(SparseAlgorithm):
@@ -24,7 +25,7 @@ class LightningIndexer(SparseAlgorithm):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor) -> None:
         """Nothing: the representation is the model's indexer keys, which `extend` is given."""
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
@@ -32,6 +33,10 @@ class LightningIndexer(SparseAlgorithm):
 
     def forget(self) -> None:
         """Nothing, likewise."""
+
+    def select_tokens(self, index: Tensor) -> None:
+        for keys in self.representations.tensors.values():
+            keys[:, : index.shape[1]] = take(keys, index, 1)
 
     def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
         """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""

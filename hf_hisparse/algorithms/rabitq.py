@@ -60,9 +60,9 @@ class RaBitQ(KeyScoring):
     def alignment(self) -> int:
         return self.block
 
-    def construct_representations(self, keys: Tensor, start: int, starts: Tensor) -> None:
-        blocks, valid = self.cut(keys, start, starts, self.block)
-        sums = (blocks * valid.unsqueeze(-1)).sum(2, dtype=torch.float32)
+    def construct_representations(self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor) -> None:
+        blocks, valid = self.cut(keys, start, starts, lengths, self.block)
+        sums = blocks.masked_fill(~valid.unsqueeze(-1), 0).sum(2, dtype=torch.float32)
         counts = valid.sum(2).unsqueeze(-1)
         means = sums / counts.clamp(min=1)
         first = start // self.block
@@ -74,7 +74,9 @@ class RaBitQ(KeyScoring):
         before = torch.cat((before, means[:, :-1]), dim=1)
         begun = torch.cat((begun, counts[:, :-1]), dim=1)
         self.centres.write({"centre": torch.where(begun > 0, before, means).to(keys.dtype)}, first)
-        self._fill(sums[:, -1], counts[:, -1])
+        # Rows may differ in which block is their newest.
+        row, newest = torch.arange(len(keys), device=keys.device), ((lengths - 1).clamp(min=0) // self.block - first)
+        self._fill(sums[row, newest], counts[row, newest])
         centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)
         entries = self.encode((blocks.float() - centre).flatten(1, 2)[:, : keys.shape[1]])
         self.representations.write(entries, start)

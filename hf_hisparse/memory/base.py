@@ -21,6 +21,9 @@ class Memory(ABC):
         device: Where attention runs.
     """
 
+    ragged = 0
+    """The most tokens that a row may have fewer than it is told there are."""
+
     def __init__(self, rows: int, layout: ItemLayout, dtype: torch.dtype, device: torch.device):
         self.rows, self.layout, self.dtype, self.device = rows, layout, dtype, device
 

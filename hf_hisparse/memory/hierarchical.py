@@ -70,7 +70,7 @@ class HierarchicalMemory(Memory):
         self.rows = len(index)
 
     def prepare_select(self, rows: int, tokens: int, layers: int = 1) -> None:
-        self.store.prepare_select(rows, tokens // self.layout.page_size, layers)
+        self.store.prepare_select(rows, self._items(tokens)[1], layers)
 
     def prepare_cut(self, tokens: int, room: int = 0, layers: int = 1) -> None:
         self.store.prepare_cut(*self._items(tokens), self.layout.items(room), layers)
@@ -85,7 +85,7 @@ class HierarchicalMemory(Memory):
         return self.store.dump(self.layout.items(tokens))
 
     def load(self, items: Tensor, tokens: int, room: int = 0, layers: int = 1) -> None:
-        self.store.load(items, tokens // self.layout.page_size, self.layout.items(room), layers)
+        self.store.load(items, self._items(tokens)[1], self.layout.items(room), layers)
         self.buffer.reserve()
         self.buffer.forget()
 
@@ -94,8 +94,8 @@ class HierarchicalMemory(Memory):
         self.buffer.clear()
 
     def _items(self, tokens: int) -> tuple[int, int]:
-        """The items that `tokens` tokens take, and how many of them are full."""
-        return self.layout.items(tokens), tokens // self.layout.page_size
+        """The items that `tokens` tokens take, and how many of them are full in every row."""
+        return self.layout.items(tokens), max(tokens - self.ragged, 0) // self.layout.page_size
 
     @property
     def device_bytes(self) -> int:

@@ -22,6 +22,44 @@ from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.models.attention_interface import AttentionPatch
+from hf_hisparse.padding import take
+
+
+def select(
+    coordinator: SparseCoordinator,
+    keys: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    k: int,
+) -> Tensor:
+    """Adds the indexer keys of new tokens to those of a layer, and selects `k` tokens for each of them.
+
+    Args:
+        coordinator: Of the layer.
+        keys: `[batch, new, width]`.
+        query, weights, scale: As for `LightningIndexer.retrieve_topk`.
+        mask: As for `SparseCoordinator.window`.
+
+    Returns:
+        `[batch, new, k]` int32.
+    """
+    algorithm, new = coordinator.algorithm, keys.shape[1]
+    starts, first, tokens, padding = coordinator.window(new, mask)
+    if padding is not None:
+        newest = query[:, -1:], weights[:, -1:]
+        # A sequence's queries are then consecutive tokens. Those of padding come after them, and see whatever there is.
+        order = padding.columns(new)
+        keys, query, weights = (take(part, order, 1) for part in (keys, query, weights))
+    algorithm.extend(keys, first.unsqueeze(1) + torch.arange(new, device=keys.device), tokens)
+    selection = algorithm.retrieve_topk(query, weights, scale, starts, first, tokens, k)
+    if padding is not None:
+        selection = take(selection, order.argsort(1), 1)
+        # The newest sees its sequence, also where it is padding: `generate` goes on from what it attends to.
+        last = first + padding.lengths(new) - 1
+        selection[:, -1:] = algorithm.retrieve_topk(*newest, scale, starts, last, tokens, k)
+    return selection
 
 
 class IndexerKeys:
@@ -31,10 +69,10 @@ class IndexerKeys:
 
     Args:
         coordinator: Of the layer, whose algorithm holds the keys.
-        new: How many of them are of new tokens.
+        new: `[batch, tokens, width]`, those of new tokens.
     """
 
-    def __init__(self, coordinator: SparseCoordinator, new: int):
+    def __init__(self, coordinator: SparseCoordinator, new: Tensor):
         self.coordinator, self.new = coordinator, new
         self.query: Tensor | None = None
         self.weights: Tensor | None = None
@@ -44,7 +82,7 @@ class IndexerKeys:
     @property
     def shape(self) -> torch.Size:
         rows = self.query.shape[:2] if self.query is not None else ()
-        return torch.Size((*rows, self.coordinator.length + self.new))
+        return torch.Size((*rows, self.coordinator.length + self.new.shape[1]))
 
     def _same(self, *args: Any, **kwargs: Any) -> IndexerKeys:
         return self
@@ -64,9 +102,9 @@ class IndexerKeys:
         return self
 
     def topk(self, k: int, dim: int = -1) -> IndexerKeys:
-        window = self.coordinator.window(self.new, self.mask.unsqueeze(1))
-        algorithm = self.coordinator.algorithm
-        self.indices = algorithm.retrieve_topk(self.query, self.weights.squeeze(-2), self.scale, *window, k)
+        assert self.query is not None and self.weights is not None and self.mask is not None
+        asked = self.query, self.weights.squeeze(-2), self.scale
+        self.indices = select(self.coordinator, self.new, *asked, self.mask.unsqueeze(1), k)
         return self
 
     @classmethod
@@ -207,7 +245,9 @@ class LatentPatch(AttentionPatch):
 
         # Every query is a row of the backend's, and the latents of the whole batch are one buffer, which rows share.
         buffer = torch.cat(coordinator.extend((key, value), attention_mask), dim=-1).flatten(1, 2)
-        first = torch.arange(batch, dtype=torch.int32, device=indices.device).view(-1, 1, 1) * buffer.shape[1]
+        tokens, padding = buffer.shape[1], coordinator.padding
+        columns = padding.columns(tokens) if padding else torch.arange(tokens, device=indices.device).expand(batch, -1)
+        places = (columns + torch.arange(batch, device=indices.device).unsqueeze(1) * tokens).to(torch.int32)
         lengths = torch.full((batch * new,), buffer.shape[1], device=indices.device)
         starts, buffer = torch.zeros_like(lengths), buffer.flatten(0, 1).unsqueeze(0)
         output = query.new_empty(batch, new, heads, up_value.shape[1])
@@ -216,7 +256,8 @@ class LatentPatch(AttentionPatch):
             some = slice(low, low + block)
             absorbed = self._absorb(query[:, :, some], up_key).flatten(0, 1)
             selection = indices[:, some]
-            slots = torch.where(selection < 0, selection, selection + first).flatten(0, 1)
+            slots = take(places, selection.clamp(min=0).flatten(1).long(), 1).view_as(selection)
+            slots = torch.where(selection < 0, selection, slots).flatten(0, 1)
             rows = len(slots)
             attended = coordinator.backend.attend(
                 absorbed,

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.models.attention_interface import COMPILED, AttentionPatch, coordinator_of
-from hf_hisparse.models.dsa import IndexerKeys
+from hf_hisparse.models.dsa import IndexerKeys, select
 
 
 OPTIONS: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_casts": True}}
@@ -37,7 +37,6 @@ class _Running(NamedTuple):
     """The layer that is being run."""
 
     patch: AttentionPatch
-    cache: Any
     coordinator: SparseCoordinator
     thread: int
     """Which may run it. To others the layer is as it was."""
@@ -93,10 +92,7 @@ def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, 
     Returns:
         `[batch, 1, k]` int32.
     """
-    running = _running.get()
-    running.cache.update_indexer(keys, running.patch.module.layer_idx)
-    window = running.coordinator.window(1, None)
-    return running.coordinator.algorithm.retrieve_topk(query, weights, scale, *window, k)
+    return select(_running.get().coordinator, keys, query, weights, scale, None, k)
 
 
 @layer_selection.register_fake
@@ -219,7 +215,7 @@ class CompiledLayers:
                 if "forward" in vars(layer):
                     raise ValueError(f"a {type(layer).__name__} has a `forward` of its own")
                 served.append(layer)
-                running = _Running(patch, cache, coordinator, threading.get_ident())
+                running = _Running(patch, coordinator, threading.get_ident())
                 vars(layer)["forward"] = partial(self._forward, layer, running)
             yield
         finally:

@@ -78,7 +78,8 @@ class ModelPatch:
         if inputs is None:
             return None
         batch, tokens = inputs.shape[:2]
-        cache.begin_forward(decoder, batch, tokens)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        cache.begin_forward(decoder, batch, tokens, mask)
         if cache.replays(tokens, inputs.device):
             self._switch()
         mask = kwargs.get("attention_mask", ())
