@@ -233,6 +233,23 @@ def buffer() -> str:
     return f"{both}\n\n{source(['sweep-smollm2'], run['environment'])}"
 
 
+def trained_dsa() -> str:
+    """Questions that a small model with trained indexers answers rightly, by attention."""
+    run = load("train_dsa")
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in run["rows"]:
+        found.setdefault((row["hops"], row["context"]), {})[row["attention"]] = row
+    lines = []
+    for (hops, context), rows in found.items():
+        right = [f"{rows[name]['chains']:.1%}" for name in ("dense", "untrained", "sparse", "ours")]
+        ours = rows["ours"]
+        lines.append(
+            [str(hops), f"{context} / {ours['top_k']}", *right, f"{ours['same']:.0%}", f"{ours['hit_rate']:.0%}"]
+        )
+    head = "look-ups a question,context / top-k,dense,untrained indexer,stock sparse,this cache,same answers,hit rate"
+    return f"{table(head.split(','), lines)}\n\n{source(['train_dsa'], run['environment'])}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "attention": attention,
@@ -248,6 +265,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle_alone": partial(needle, "needle-essays"),
     "select": select,
     "selection": selection,
+    "trained_dsa": trained_dsa,
 }
 
 

@@ -5,10 +5,11 @@ Random weights test arithmetic; this is a model whose indexer has learned what t
 Chains of one assignment are key-value recall, longer ones variable tracking. A question can only be answered by finding
 two adjacent tokens anywhere in the context, which is several times `index_topk`.
 
-The procedure is that of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1). The model is trained with dense attention.
-Then, with all else frozen, the indexers learn the distribution of its attention, summed over heads. Then both are
-trained with each query's attention limited to its selection: the model by the language modelling loss alone, and the
-indexers, whose inputs are detached, by the divergence on what was selected alone.
+The procedure is that of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1). The model is trained with dense attention, and
+one head of it to look one token back, with which looking up begins. Then, with all else frozen, the indexers learn the
+distribution of its attention, summed over heads. Then both are trained with each query's attention limited to its
+selection: the model by the language modelling loss alone, and the indexers, whose inputs are detached, by the
+divergence on what was selected alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from hf_hisparse.models import (
 )
 from hf_hisparse.models.dsa import IndexerKeys
 from hf_hisparse.padding import last_hidden, seen_by_newest
+from hf_hisparse.placement import device_of
 from hf_hisparse.stats import CacheStats, layer_stats
 from hf_hisparse.trace import Trace, TraceRecorder
 
@@ -189,7 +190,8 @@ class HierarchicalSparseCache(Cache):
         self._parameters: tuple[torch.dtype, torch.device] | None = None
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
         """While a forward is under way: the length before it, and the sliding windows as they were."""
-        self._lost = False
+        self._lost = ""
+        """Why the history is lost, if it is."""
         self._recording = False
         self._tracing: TraceRecorder | None = None
         self._drafting = False
@@ -197,7 +199,7 @@ class HierarchicalSparseCache(Cache):
         self._masks = LateCheck()
         """Whether the masks of decode steps were right."""
         self.graphed = GraphedForward(compiles=self.config.compile) if self.config.cuda_graph else None
-        device = next(model.parameters()).device
+        device = device_of(model)
         if self.config.compile and device.type != "cuda":
             logger.warning_once(
                 f"`compile=True` does nothing on {device}: decode steps are captured, and their layers compiled, on a "
@@ -294,7 +296,7 @@ class HierarchicalSparseCache(Cache):
         Raises:
             MemoryError: If the memory for what the two will not share cannot be had.
         """
-        self.end_forward(failed=True)
+        self._settle()
         return copy.deepcopy(self)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -307,8 +309,7 @@ class HierarchicalSparseCache(Cache):
             ValueError: If a layer's state cannot be written, or is lost.
             OSError: If the file cannot be written.
         """
-        self.end_forward(failed=True)
-        self._check_lost()
+        self._settle()
         model: Any = self._model()
         if model is None:
             raise ValueError("the model that the cache was made for is gone, and the file must name it; save earlier")
@@ -329,7 +330,7 @@ class HierarchicalSparseCache(Cache):
         about = {
             "version": FILE_VERSION,
             "model": identity.describe(model),
-            "device": next(model.get_decoder().parameters()).device.type,
+            "device": device_of(model.get_decoder()).type,
             "options": options,
             "layers": self._kinds(),
             "states": states,
@@ -386,10 +387,8 @@ class HierarchicalSparseCache(Cache):
         if longest is not None and length > longest:
             raise ValueError(f"{length} tokens were saved, more than `max_cache_len={longest}`; use a larger one")
         decoder, patch = model.get_decoder(), patch_model(model)
-        parameter = next(decoder.parameters())
         for index, (layer, state) in enumerate(zip(self.layers, about["states"], strict=True)):
-            module = patch.layers[index].module if index in patch.layers else decoder
-            device = next(module.parameters()).device
+            device = device_of(patch.layers[index].module if index in patch.layers else decoder)
             prefix = f"layers.{index}."
             if isinstance(layer, HierarchicalLayer):
                 own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -397,7 +396,7 @@ class HierarchicalSparseCache(Cache):
                 layer.is_initialized = state["is_initialized"]
             else:
                 vars(layer).update(storage.decode(state, tensors, device, about["device"]))
-        self._parameters = (parameter.dtype, parameter.device)
+        self._parameters = _kind(decoder)
 
     def _kinds(self) -> list[str]:
         """What every layer is, in words."""
@@ -431,13 +430,17 @@ class HierarchicalSparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
-        self._begun, self._lost, self._drafting = None, False, False
+        lost, self._lost = self._lost, "`reset` was interrupted midway"
+        for _, hierarchical in self._hierarchical:
+            if lost:
+                hierarchical.coordinator.lose()
         for index, fresh in enumerate(DynamicCache(config=self._text_config).layers):
             if isinstance(self.layers[index], HierarchicalLayer):
                 self.layers[index].reset()
             else:
                 # What transformers' own layers keep of themselves when they are reset depends on its version.
                 self.layers[index] = fresh
+        self._begun, self._lost, self._drafting = None, "", False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
@@ -447,14 +450,31 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
             )
-        self.end_forward(failed=True)
+        self._settle()
         # In all layers, before any is changed.
         for _, hierarchical in self._hierarchical:
             hierarchical.coordinator.prepare_crop(-tokens_to_remove)
         # Windows and linear states may refuse, so they come first.
         certain = (HierarchicalLayer, DynamicLayer, DynamicIndexedLayer)
-        for layer in sorted(self.layers, key=lambda layer: type(layer) in certain):
-            layer.crop(tokens_to_remove)
+        layers = sorted(self.layers, key=lambda layer: type(layer) in certain)
+        self._change(layers, lambda layer: layer.crop(tokens_to_remove))
+
+    def _settle(self) -> None:
+        """Drops what a forward that was interrupted has left. Raises `ValueError` if the history is lost."""
+        self.end_forward(failed=True)
+        self._check_lost()
+
+    def _change(self, layers: Iterable[Any], change: Callable[[Any], None]) -> None:
+        """Changes layers, of which one that comes first may refuse. If it ends between two the history is lost."""
+        changed = False
+        try:
+            for layer in layers:
+                change(layer)
+                changed = True
+        except BaseException as error:
+            if changed or not isinstance(error, Exception):
+                self._lost = "a change of all layers ended midway"
+            raise
 
     def _prepare_batch(self, batch: int) -> None:
         """Has the memory for a batch of so many in all layers, before any is changed."""
@@ -474,32 +494,36 @@ class HierarchicalSparseCache(Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Keeps the sequences at `beam_idx`, which may repeat."""
+        self._settle()
         self._prepare_batch(len(beam_idx))
-        super().reorder_cache(beam_idx)
+        self._change(self.layers, lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence: what they have in common is held once."""
+        self._settle()
         self._prepare_batch(repeats * max((layer.coordinator.batch for _, layer in self._hierarchical), default=0))
-        super().batch_repeat_interleave(repeats)
+        self._change(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences at `indices`, which may repeat, or where a bool mask is true."""
         indices = torch.as_tensor(indices)
+        self._settle()
         self._prepare_batch(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
-        super().batch_select_indices(indices)
+        self._change(self.layers, lambda layer: layer.batch_select_indices(indices))
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
         if self._begun is None or self._recording:
             return
         length, windows = self._begun
-        self._begun = None
         for _, hierarchical in self._hierarchical:
             hierarchical.coordinator.drafts = hierarchical.coordinator.prompt = 0
         if self._tracing is not None:
             self._trace(self._tracing, length, failed)
         if not failed:
+            self._begun = None
             return
+        # It has begun until all of it is undone, which may be interrupted too.
         if length == 0:
             self.reset()
             # Running out of it may be why the forward failed.
@@ -509,22 +533,21 @@ class HierarchicalSparseCache(Cache):
         layer: Any
         for layer in self.layers:
             if isinstance(layer, HierarchicalLayer):
-                # Also where the length is as it was: the device may have appended what the host has not counted yet.
-                layer.coordinator.crop(layer.coordinator.length - length)
+                layer.coordinator.undo(length)
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                self._lost = True
+                self._lost = "a forward failed midway, and took the state of linear-attention layers along"
             elif type(layer) in (DynamicLayer, DynamicIndexedLayer) and layer.keys is not None:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
                 if getattr(layer, "indexer_keys", None) is not None:
                     layer.indexer_keys = layer.indexer_keys[:, :length]
         for layer, state in windows:
             vars(layer).update(state)
+        self._begun = None
 
     def _check_lost(self) -> None:
         if self._lost:
             raise ValueError(
-                "a forward failed midway, and the state of the model's linear-attention layers is lost; call "
-                "`cache.reset()` and start again with the whole text"
+                f"the history is lost: {self._lost}; call `cache.reset()` and start again with the whole text"
             )
 
     def begin_forward(self, decoder: nn.Module, batch: int, tokens: int, mask: Any) -> None:
@@ -542,8 +565,7 @@ class HierarchicalSparseCache(Cache):
         """
         if self._recording:
             return
-        self.end_forward(failed=True)
-        self._check_lost()
+        self._settle()
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:
@@ -567,11 +589,11 @@ class HierarchicalSparseCache(Cache):
                 mask = next((mask[kind] for kind in ("full_attention", "indexed_attention") if kind in mask), ())
             if mask is None or isinstance(mask, Tensor):
                 coordinators[0].check_mask(mask, tokens, self._masks)
-        parameter = next(decoder.parameters())
-        if length and self._parameters not in (None, (parameter.dtype, parameter.device)):
+        parameters = _kind(decoder)
+        if length and self._parameters not in (None, parameters):
             raise ValueError(
                 f"the cache was filled by a model in {self._parameters[0]} on {self._parameters[1]}, which is now in "
-                f"{parameter.dtype} on {parameter.device}; use a new cache after moving or casting the model"
+                f"{parameters[0]} on {parameters[1]}; use a new cache after moving or casting the model"
             )
         for coordinator in coordinators:
             coordinator.reserve(tokens)
@@ -580,7 +602,7 @@ class HierarchicalSparseCache(Cache):
             prompt = last_hidden(seen_by_newest(mask, length + tokens)[:, length:])
             for coordinator in coordinators:
                 coordinator.prompt = prompt
-        self._parameters = (parameter.dtype, parameter.device)
+        self._parameters = parameters
         windows = [(layer, dict(vars(layer))) for layer in self.layers if getattr(layer, "is_sliding", False)]
         self._begun = length, windows
 
@@ -721,10 +743,8 @@ class HierarchicalSparseCache(Cache):
         selected = [coordinator.selected or [] for coordinator in coordinators.values()]
         for coordinator in coordinators.values():
             coordinator.selected = []
-        if failed:
-            return
-        if not selected or not all(selected):
-            # The history was written anew, or is dense: the device buffers hold nothing.
+        if failed or not selected or not all(selected):
+            # The history was written anew, is dense, or is what it was before: the device buffers hold nothing.
             recorder.emptied = True
             return
         layers = []
@@ -809,6 +829,11 @@ def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(method := given.get("algorithm"), type):
         given["algorithm"] = f"{method.__module__}.{method.__qualname__}"
     return given
+
+
+def _kind(decoder: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of a decoder's first parameter."""
+    return next(decoder.parameters()).dtype, device_of(decoder)
 
 
 def _max_length(config: Any) -> int | None:

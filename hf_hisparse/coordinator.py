@@ -98,6 +98,10 @@ class SparseCoordinator:
         """Gives back the memory that is kept for a history to come."""
         self._reserved = None
 
+    def lose(self) -> None:
+        """Drops the history with its memory, neither of which is to be relied on."""
+        self.memory = self._reserved = None
+
     def fork(self) -> SparseCoordinator:
         """A coordinator with the same history, which shares what lies in host memory until one of both changes it.
 
@@ -344,14 +348,16 @@ class SparseCoordinator:
         batch, heads, tokens = parts[0].shape[:3]
         padding = self._padding_of(0, tokens, mask, batch, parts[0].device)
         memory = self._make_memory(parts)
-        self.batch, self.heads, self.recent, self._reserved = batch, heads, None, None
+        self.batch, self.heads = batch, heads
         self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self.lengths = torch.zeros_like(self.starts)
-        if padding:
-            self.algorithm.select_tokens(padding.columns(self.length))
         self._store(parts, 0, padding)
         self._make_room(tokens)
+        if padding:
+            self.algorithm.select_tokens(padding.columns(self.length))
+        # If it ends before this, the dense history is what there is (`undo`).
+        self.recent = self._reserved = None
 
     def _make_memory(self, parts: Sequence[Tensor]) -> Memory:
         """An empty memory for a history of such parts, with room for them and for `capacity` tokens.
@@ -499,9 +505,8 @@ class SparseCoordinator:
             self.recent = tuple(part[:, :, :length] for part in self.recent)
             return
         if length <= self.top_k:
-            parts = self.history()
+            self.recent = self.history()
             self._drop_memory()
-            self.recent = parts
             return
         if self.memory.cut(length, self.capacity, self.layers):
             self._make_room(length)
@@ -509,6 +514,21 @@ class SparseCoordinator:
         keys = self.memory.read(length, start)[0]
         self.lengths.copy_(self.padding.lengths(length).repeat_interleave(self.heads))
         self.algorithm.construct_representations(keys, start, self.starts, self.lengths, self.lengths)
+
+    def undo(self, length: int) -> None:
+        """Goes back to the first `length` tokens, all that there were before a forward that ended midway.
+
+        Also where there are no more: the device may have appended what the host has not counted yet, or looked for what
+        it then did not copy.
+        """
+        if self.memory is not None and self.recent is not None:
+            # It was on its way to the memory.
+            self._drop_memory()
+            if self._reserved is not None:
+                self._reserved.clear()
+        self.crop(self.length - length)
+        if self.memory is not None:
+            self.memory.distrust()
 
     def select_batch(self, index: Tensor) -> None:
         """Keeps the batch elements at `index`, which may repeat: what is the same in two of them is held once.

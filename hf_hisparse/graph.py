@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
@@ -32,6 +33,10 @@ INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 on the device already."""
 SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 """Other arguments that a graph may be captured with."""
+_alone = threading.RLock()
+"""Held while a step is warmed up or captured. What that watches or turns off is of the whole process: the warnings, how
+PyTorch reports that the host waits, garbage collection. One thread at a time does it."""
+
 HOOKS = ("hf_hisparse.", "transformers.utils.output_capturing")
 """Modules whose hooks do nothing that a replay leaves undone. The second records layers' outputs, when asked to."""
 
@@ -81,12 +86,12 @@ class Recorder:
             self._stream = torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         self._stream.wait_stream(current)
-        try:
-            with torch.cuda.device(device):
+        with torch.cuda.device(device):
+            try:
                 yield self._stream
-        finally:
-            # A capture that fails leaves its stream the current one.
-            torch.cuda.set_stream(current)
+            finally:
+                # A capture that fails leaves its stream the current one. Setting it sets the current device too.
+                torch.cuda.set_stream(current)
         current.wait_stream(self._stream)
 
     def warm_up(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
@@ -128,17 +133,28 @@ class Recorder:
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
-    """Lists the places at which the host waits for a CUDA device within it, as far as PyTorch notices."""
+    """Lists the places at which this thread waits for a CUDA device within it, as far as PyTorch notices."""
     found: list[str] = []
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        mine: list[warnings.WarningMessage] = []
+
+        def show(*args: Any, **kwargs: Any) -> None:
+            # Other threads warn of what they do.
+            if threading.get_ident() == thread:
+                mine.append(warnings.WarningMessage(*args, **kwargs))
+            else:
+                shown(*args, **kwargs)
+
+        warnings.showwarning = show
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode(max(mode, 1))
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    for warning in caught:
+    for warning in mine:
         if "synchronizing CUDA operation" in str(warning.message):
             found.append(f"the host waits for the device at {warning.filename}:{warning.lineno}")
         elif "Synchronization debug mode" not in str(warning.message):
@@ -239,14 +255,15 @@ class GraphedForward:
     ) -> tuple[Any, str | None]:
         """`Recorder.warm_up`, over compiled layers if they can be compiled."""
         try:
-            with self._layers(cache, model):
+            with _alone, self._layers(cache, model):
                 return self.recorder.warm_up(function, device)
         except Exception as error:  # Whatever it is, such as a compiler that is missing, there is another way to run.
             if not self.compiles:
                 raise
             reason = error
         # What the model or the cache refuses, compiled or not, is raised here.
-        result = self.recorder.warm_up(function, device)
+        with _alone:
+            result = self.recorder.warm_up(function, device)
         self.compiles = False
         logger.warning_once(f"Decoder layers are not compiled: {describe(getattr(reason, 'inner_exception', reason))}")
         return result
@@ -271,7 +288,8 @@ class GraphedForward:
                 )
 
         try:
-            self._replay, self._output = self.recorder.record(step, device)
+            with _alone:
+                self._replay, self._output = self.recorder.record(step, device)
             self.captured += 1
         except Exception as error:  # Whatever a model does that cannot be captured, it can be run.
             # Where a capture fails, PyTorch raises that it did, in the course of which.
@@ -406,9 +424,13 @@ class Snapshot:
                 for state in self._adapters
             ],
             [
-                getattr(config, name, None)
+                # Within a step that is captured these three are one, in whichever thread.
+                "batched_mm" if value in ("eager", "grouped_mm") else value
                 for config in (self.model.config, self.model.get_decoder().config)
-                for name in ("_experts_implementation", "output_hidden_states")
+                for value in (
+                    getattr(config, "_experts_implementation", None),
+                    getattr(config, "output_hidden_states", None),
+                )
             ],
         ]
 

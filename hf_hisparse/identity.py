@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from hf_hisparse.placement import weights
 
 
 CONFIG = (
@@ -31,10 +33,10 @@ def describe(model: Any) -> dict[str, Any]:
 def checksum(module: nn.Module) -> str:
     """Of the beginning of every weight: two models of the same shape differ in it, whatever device they are on."""
     digest = hashlib.sha256()
-    for parameter in module.parameters():
-        # What is made of other tensors, or elsewhere, has no bytes of its own to read.
-        if type(parameter) is nn.Parameter and parameter.device.type != "meta":
-            start = parameter.detach().reshape(-1)[:64].cpu()
+    for weight in weights(module):
+        # What is made of other tensors has no bytes of its own to read.
+        if type(weight) in (nn.Parameter, Tensor) and weight.device.type != "meta":
+            start = weight.detach().reshape(-1)[:64].cpu()
             digest.update(bytes(start.view(torch.uint8).tolist()))
     return digest.hexdigest()[:16]
 

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("patient"), max_examples=20_000)
 settings.load_profile("patient")
 
 

@@ -61,9 +61,9 @@ def kind(request) -> str:
     return request.param
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def model_of(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose experts, where it has some, are multiplied as they are in a decode step on a GPU."""
-    model: Any = make_model(name, dtype)
+    model: Any = make_model(name, dtype, **overrides)
     model.set_experts_implementation("batched_mm")
     return model
 

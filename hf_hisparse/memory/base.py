@@ -56,6 +56,9 @@ class Memory(ABC):
         `start` begins an item.
         """
 
+    def distrust(self) -> None:
+        """A step may have ended midway, so that what is kept about the history is not to be relied on."""
+
     def settle(self) -> None:
         """Orders the device's next work, a step that is replayed for one, after what is being written."""
 

@@ -44,6 +44,9 @@ class HierarchicalMemory(Memory):
         first = start // self.layout.page_size
         return self.layout.unpack(self.store.read(first, self.layout.items(tokens) - first), tokens - start)
 
+    def distrust(self) -> None:
+        self.buffer.forget()
+
     def settle(self) -> None:
         self.store.settle()
 

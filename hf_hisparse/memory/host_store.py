@@ -133,10 +133,10 @@ class HostStore:
         finally:
             # It holds its error, and the error this frame: a cycle, that would keep the store after its end.
             del chunk
-        table, runs = self._cut_up(memory, self.rows)
-        self.table = torch.cat((self.table, table), dim=1)
-        for row, run in zip(self.runs, runs, strict=True):
-            row.append(run)
+        more, runs = self._cut_up(memory, self.rows)
+        table = torch.cat((self.table, more), dim=1)
+        # No interrupt comes between the two.
+        self.table, self.runs = table, [[*row, run] for row, run in zip(self.runs, runs, strict=True)]
 
     def _cut_up(self, memory: Tensor, rows: int) -> tuple[Tensor, Sequence[Tensor]]:
         """The addresses `[rows, slabs]` and the run of each row in a chunk of so many rows."""

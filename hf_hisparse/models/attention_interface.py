@@ -3,12 +3,14 @@
 No model code is copied and nothing shared is changed. A forward pre-hook on the attention module acts only when the
 cache is ours: for that one call it names our attention function in the module's view of its config, and hands it the
 layer's coordinator through a keyword argument, which attention modules pass on. With any other cache, or none, the
-hook does nothing and the module runs as it always did.
+hook does nothing and the module runs as it always did, also in one thread while another is within a call of ours.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +28,11 @@ from hf_hisparse.layout import ItemLayout
 
 NAME = "hisparse"
 """The name that our attention function is registered under, and of the keyword argument that reaches it."""
+COMPILED = "hisparse_compiled"
+"""The name of the attention function of a module within a compiled layer."""
+
+_changing = threading.Lock()
+"""Held while a thread enters or leaves a module."""
 
 
 def hisparse_attention_forward(
@@ -40,11 +47,19 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, hisparse_attention_forward)
 
 
 class _ConfigView:
-    """A config that names an attention function of ours, and is the module's own in everything else."""
+    """A config that names an attention function of ours to threads that have entered the module, each its own, and is
+    the module's own in everything else."""
 
-    def __init__(self, config: Any, name: str):
-        self._config = config
-        self._attn_implementation = name
+    def __init__(self, config: Any, entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]]):
+        self._config, self._entered = config, entered
+
+    @property
+    def _attn_implementation(self) -> str:
+        # What is traced is a compiled layer, whichever thread does it.
+        if torch.compiler.is_compiling():
+            return COMPILED
+        _, name = self._entered.get(threading.get_ident(), (None, None))
+        return name or self._config._attn_implementation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -79,6 +94,9 @@ class AttentionPatch:
     def __init__(self, module: nn.Module):
         self.module: Any = module
         self.config: Any = module.config
+        self._entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]] = {}
+        """Whose new tokens, and the name of the attention function, for every thread that is within the module. What an
+        interrupt has left here is to hold no history."""
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -139,7 +157,7 @@ class AttentionPatch:
 
     def _before(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         # An interrupt, unlike an error, calls no hook: the module may still be as it was entered.
-        self._after(module, args, None)
+        self.leave()
         coordinator = coordinator_of(given_cache(args, kwargs), module.layer_idx)
         if coordinator is None:
             return None
@@ -153,25 +171,48 @@ class AttentionPatch:
         return args, {**kwargs, NAME: partial(self.attend, coordinator)}
 
     def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
-        """From here on the module's new tokens go to a coordinator, by the attention function of that name."""
-        self._after(self.module, (), None)
+        """From here on this thread's new tokens go to a coordinator, by the attention function of that name."""
+        self.leave()
         coordinator.attending = True
-        self._coordinator = coordinator
-        self.module.config = _ConfigView(self.config, name)
-
-    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.module.config is not self.config:
-            self.leave()
+        with _changing:
+            if not self._entered:
+                self._replace()
+            self._entered[threading.get_ident()] = weakref.ref(coordinator), name
 
     def leave(self) -> None:
-        """Undoes `enter`."""
+        """Undoes `enter`, if there is anything to undo."""
+        if self._entered and threading.get_ident() in self._entered:
+            with _changing:
+                entered = self._entered.pop(threading.get_ident())
+                if not self._entered:
+                    self._restore()
+            self._stop(entered)
+
+    @staticmethod
+    def _stop(entered: tuple[weakref.ref[SparseCoordinator], str]) -> None:
+        coordinator = entered[0]()
+        if coordinator is not None:
+            coordinator.attending = False
+
+    def _replace(self) -> None:
+        """Changes of the module what its forward, run by a thread that has entered it, is to find changed."""
+        self.module.config = _ConfigView(self.config, self._entered)
+
+    def _restore(self) -> None:
+        """Undoes `_replace`."""
         self.module.config = self.config
-        self._coordinator.attending = False
-        del self._coordinator
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.leave()
 
     def remove(self) -> None:
-        """Takes the hooks off."""
-        self._after(self.module, (), None)
+        """Takes the hooks off, and undoes what an interrupt has left."""
+        with _changing:
+            for entered in self._entered.values():
+                self._stop(entered)
+            if self._entered:
+                self._entered.clear()
+                self._restore()
         for handle in self._handles:
             handle.remove()
 

@@ -11,6 +11,7 @@ tensor of a prompt is as large as `[queries, tokens]`, not even a mask.
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hf_hisparse.algorithms import LightningIndexer
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
-from hf_hisparse.models.attention_interface import NAME, AttentionPatch
+from hf_hisparse.models.attention_interface import AttentionPatch
 from hf_hisparse.padding import take
 
 
@@ -164,22 +165,38 @@ class LatentPatch(AttentionPatch):
             native, k, slots, ItemLayout.token, LightningIndexer, backend, config.max_cache_len, config.max_draft_tokens
         )
 
-    def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
-        super().enter(coordinator, name)
-        self.module.expand_kv = lambda latent, rotary: (latent, rotary)
+    def __init__(self, module: Any):
+        super().__init__(module)
+        # Its own, but there: what is replaced for a call then changes nothing that another thread's graph depends on.
+        module.expand_kv = module.expand_kv
+        self._own_expansion = module.expand_kv
 
-    def leave(self) -> None:
+    def remove(self) -> None:
+        super().remove()
         del self.module.expand_kv
-        super().leave()
 
-    def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """The key and value halves of `kv_b_proj`, `[heads, width, latent]` each."""
+    def _replace(self) -> None:
+        super()._replace()
+        self.module.expand_kv = self._expand
+
+    def _restore(self) -> None:
+        self.module.expand_kv = self._own_expansion
+        super()._restore()
+
+    def _expand(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Leaves latents as they are to threads that have entered the module."""
+        if torch.compiler.is_compiling() or threading.get_ident() in self._entered:
+            return latent, rotary
+        return self._own_expansion(latent, rotary)
+
+    def _up_projections(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """The key and value halves of `kv_b_proj`, `[heads, width, latent]` each, for such latents."""
         project = self.module.kv_b_proj
-        if type(project) is nn.Linear:
-            weight = project.weight
-        else:
-            # Quantised or adapted: what the module does to each unit vector is its weight, whatever it is stored as.
-            unit = torch.eye(self.module.kv_lora_rank, dtype=self._latent.dtype, device=self._latent.device)
+        weight = getattr(project, "weight", None)
+        if type(project) is not nn.Linear or type(weight) is not nn.Parameter or weight.device != latent.device:
+            # Quantised, adapted, a part of a tensor that is spread over devices, or offloaded: what the module does to
+            # each unit vector is its weight, whatever it is stored as and wherever.
+            unit = torch.eye(self.module.kv_lora_rank, dtype=latent.dtype, device=latent.device)
             weight = project(unit).t()
         weight = weight.view(-1, self.module.qk_nope_head_dim + self.module.v_head_dim, self.module.kv_lora_rank)
         return weight.split([self.module.qk_nope_head_dim, self.module.v_head_dim], dim=1)
@@ -209,19 +226,18 @@ class LatentPatch(AttentionPatch):
         Returns:
             `[batch, new, heads, value_width]`.
         """
-        self._latent = key
         batch, heads, new, _ = query.shape
         sinks = None if s_aux is None else s_aux.unsqueeze(0)
         if coordinator.fits(new):
             latent, rotary = coordinator.extend((key, value), attention_mask)
-            key, value = type(self.module).expand_kv(self.module, latent, rotary)
+            key, value = self._own_expansion(latent, rotary)
             optional = {} if s_aux is None else {"s_aux": s_aux}
             return self.dense_function()(
                 self.module, query, key, value, attention_mask, scaling=scaling, **optional, **kwargs
             )[0]
 
         assert scaling is not None and indices is not None
-        up_key, up_value = self._up_projections()
+        up_key, up_value = self._up_projections(key)
         if coordinator.steps(new) == new:
             sinks = None if sinks is None else sinks.expand(batch, -1)
             outputs = []

@@ -10,6 +10,7 @@ it calls a layer. So nothing in the code of a layer depends on which layer it is
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -24,12 +25,9 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.models.attention_interface import AttentionPatch, coordinator_of
+from hf_hisparse.models.attention_interface import COMPILED, AttentionPatch, coordinator_of
 from hf_hisparse.models.dsa import IndexerKeys, select
 
-
-NAME = "hisparse_compiled"
-"""The name of the attention function of a module within a compiled layer."""
 
 OPTIONS: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_casts": True}}
 """Arguments of `torch.compile`. Fused operations round where single ones do, so that a low precision gives the same."""
@@ -40,6 +38,8 @@ class _Running(NamedTuple):
 
     patch: AttentionPatch
     coordinator: SparseCoordinator
+    thread: int
+    """Which may run it. To others the layer is as it was."""
 
 
 _running: ContextVar[_Running] = ContextVar("_running")
@@ -154,7 +154,7 @@ def compiled_attention_forward(
     return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, compiled_attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(COMPILED, compiled_attention_forward)
 
 
 @contextlib.contextmanager
@@ -215,17 +215,20 @@ class CompiledLayers:
                 if "forward" in vars(layer):
                     raise ValueError(f"a {type(layer).__name__} has a `forward` of its own")
                 served.append(layer)
-                vars(layer)["forward"] = partial(self._forward, layer, _Running(patch, coordinator))
+                running = _Running(patch, coordinator, threading.get_ident())
+                vars(layer)["forward"] = partial(self._forward, layer, running)
             yield
         finally:
             for layer in served:
                 del vars(layer)["forward"]
 
     def _forward(self, layer: nn.Module, running: _Running, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != running.thread:
+            return _run(layer, *args, **kwargs)
         args = tuple(self._traced(value) for value in args)
         kwargs = {name: self._traced(value) for name, value in kwargs.items()}
         token = _running.set(running)
-        running.patch.enter(running.coordinator, NAME)
+        running.patch.enter(running.coordinator, COMPILED)
         try:
             with without_hooks(running.patch.module):
                 return self._compile(layer)(layer, *args, **kwargs)

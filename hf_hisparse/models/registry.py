@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ from hf_hisparse.models.regional import CompiledLayers
 
 PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
 """The model families, the most particular first."""
+
+_switching = threading.Lock()
+"""Held while experts are switched."""
+_patching = threading.Lock()
+"""Held while a model is patched or unpatched: two threads may make the first two caches of a model at once."""
 
 _ATTRIBUTE = "_hisparse_patch"
 """Where a decoder carries its patch, so that a copy of the model has its own, and models that share it share one."""
@@ -46,6 +52,8 @@ class ModelPatch:
         """Its layers compiled, once that was asked for."""
         self._experts = experts_configs(decoder)
         self._switched: list[tuple[Any, str]] = []
+        self._switching: set[int] = set()
+        """Threads whose step wants experts switched."""
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -98,15 +106,21 @@ class ModelPatch:
 
         One expert after the other, or in groups where PyTorch has no kernel for that, the host reads which are chosen.
         """
-        for config in self._experts:
-            if config._experts_implementation in ("eager", "grouped_mm"):
-                self._switched.append((config, config._experts_implementation))
-                config._experts_implementation_internal = "batched_mm"
+        with _switching:
+            self._switching.add(threading.get_ident())
+            for config in self._experts:
+                if config._experts_implementation in ("eager", "grouped_mm"):
+                    self._switched.append((config, config._experts_implementation))
+                    config._experts_implementation_internal = "batched_mm"
 
     def _switch_back(self) -> None:
-        while self._switched:
-            config, name = self._switched.pop()
-            config._experts_implementation_internal = name
+        """Undoes `_switch`, once no thread wants it."""
+        if self._switching and threading.get_ident() in self._switching:
+            with _switching:
+                self._switching.discard(threading.get_ident())
+                while self._switched and not self._switching:
+                    config, name = self._switched.pop()
+                    config._experts_implementation_internal = name
 
     def _after(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self._switch_back()
@@ -116,6 +130,7 @@ class ModelPatch:
 
     def remove(self) -> None:
         """Takes every hook off."""
+        self._switching &= {threading.get_ident()}
         self._switch_back()
         for handle in self._handles:
             handle.remove()
@@ -225,16 +240,16 @@ def patch_model(model: nn.Module) -> ModelPatch:
             "cannot serve; use a decoder-only model"
         )
     decoder = model.get_decoder()  # type: ignore[operator]
-    if _ATTRIBUTE in decoder.__dict__:
+    with _patching:
+        patch = decoder.__dict__.get(_ATTRIBUTE)
+        if patch is None:
+            patch = ModelPatch(decoder)
+            if not patch.layers:
+                patch.remove()
+                reasons = sorted(set(patch.refusals.values())) or ["no layer is on transformers' attention interface"]
+                raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
+            decoder.__dict__[_ATTRIBUTE] = patch
         patch_forward(model)
-        return decoder.__dict__[_ATTRIBUTE]
-    patch = ModelPatch(decoder)
-    if not patch.layers:
-        patch.remove()
-        reasons = sorted(set(patch.refusals.values())) or ["no layer is on transformers' attention interface"]
-        raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
-    decoder.__dict__[_ATTRIBUTE] = patch
-    patch_forward(model)
     return patch
 
 
@@ -253,7 +268,8 @@ def is_patched(model: nn.Module) -> bool:
 
 def unpatch_model(model: nn.Module) -> None:
     """Takes the hooks of `patch_model` off. Nothing happens if there are none."""
-    patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)  # type: ignore[operator]
-    if patch is not None:
-        patch.remove()
-        unpatch_forward(model)
+    with _patching:
+        patch = model.get_decoder().__dict__.pop(_ATTRIBUTE, None)  # type: ignore[operator]
+        if patch is not None:
+            patch.remove()
+            unpatch_forward(model)

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,6 +172,13 @@ def compile_all(archs: Sequence[str] = ARCHITECTURES) -> None:
 # ---- launching -------------------------------------------------------------------------------------------------------
 
 
+class Streams(threading.local):
+    """PyTorch's streams as `cuda.core` takes them, for every thread: before its first launch one has no context."""
+
+    def __init__(self) -> None:
+        self.wrapped: dict[int, Any] = {}
+
+
 class Kernel:
     """A kernel loaded on one device, all of whose parameters are 64 bits wide.
 
@@ -189,7 +197,7 @@ class Kernel:
         self.index = index
         code = self._core.ObjectCode.from_cubin(_cached(source, name, f"sm_{major}{minor}", macros))
         self._kernel = code.get_kernel(name)
-        self._streams: dict[int, Any] = {}
+        self._streams = Streams()
         self._shapes: dict[tuple[int, int, int, int], Any] = {}
 
     def allow_shared(self, nbytes: int) -> None:
@@ -205,9 +213,10 @@ class Kernel:
     def __call__(self, blocks: int, threads: int, shared_bytes: int, *arguments: int | float, cluster: int = 1) -> None:
         """Launches so many blocks, or clusters of blocks, on PyTorch's current stream."""
         stream = torch.cuda.current_stream(self.index)
-        launch_stream = self._streams.get(stream.cuda_stream)
+        streams = self._streams.wrapped
+        launch_stream = streams.get(stream.cuda_stream)
         if launch_stream is None:
-            launch_stream = self._streams[stream.cuda_stream] = self._wrap(stream)
+            launch_stream = streams[stream.cuda_stream] = self._wrap(stream)
         shape = (blocks, threads, shared_bytes, cluster)
         config = self._shapes.get(shape)
         if config is None:
