@@ -447,7 +447,7 @@ def test_opcheck(device):
             centres = history.algorithm.centres["centre"]
             arguments = (history.query, matrix, held["bits"], held["scale"], centres, 256, history.items, 4)
             opcheck(ops.score_rabitq, (*arguments, history.scale, *window))
-            key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling)
+            key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling[:2])
             opcheck(ops.encode_rabitq, (key, history.lengths - 1, matrix, *state, 256))
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)

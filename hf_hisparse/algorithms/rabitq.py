@@ -46,16 +46,14 @@ class RaBitQ(KeyScoring):
         super().forget()
         self.centres = Representations()
         self.filling: Any = None
-        """Sum `[rows, width]`, in grains, and number `[rows, 1]` of the keys of the newest block, both int64."""
-        self.begun: Tensor | None = None
-        """`[rows]` int64: tokens that there were when the first block of a row was centred."""
+        """Sum `[rows, width]`, in grains, and number `[rows, 1]` of the keys of the newest block; and tokens `[rows]`
+        that there were when the first block was centred. All int64."""
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
         self.centres.select_rows(index)
-        if self.filling is not None and self.begun is not None:
+        if self.filling is not None:
             self.filling = tuple(select_rows(tensor, index) for tensor in self.filling)
-            self.begun = select_rows(self.begun, index)
 
     @property
     def nbytes(self) -> int:
@@ -73,13 +71,12 @@ class RaBitQ(KeyScoring):
         sums, counts = self._sums(blocks, valid), valid.sum(2).unsqueeze(-1)
         # Rows may differ in which block is their newest.
         row, newest = torch.arange(len(keys), device=keys.device), (lengths - 1).clamp(min=0) // self.block - first
-        self._fill(sums[row, newest], counts[row, newest])
-        begun = torch.zeros_like(lengths) if self.begun is None else self.begun
+        begun = torch.zeros_like(lengths) if self.filling is None else self.filling[2]
         # What is held stays, but in a first block that others are added to, or of which some that it was centred by are
         # forgotten.
         last = (held - 1) // self.block
         stays = (starts < last * self.block) | ((begun <= lengths) & (lengths <= held))
-        self.begun = torch.where(stays, begun, lengths)
+        self._fill(sums[row, newest], counts[row, newest], torch.where(stays, begun, lengths))
 
         means = mean_of_grains(sums, counts)
         before = torch.cat((means[:, :1], means[:, :-1]), dim=1)
@@ -106,24 +103,23 @@ class RaBitQ(KeyScoring):
 
     def state(self, tokens: int) -> dict[str, Tensor]:
         filling = {}
-        if self.filling is not None and self.begun is not None:
-            filling = {"sum": self.filling[0], "count": self.filling[1], "begun": self.begun}
+        if self.filling is not None:
+            filling = dict(zip(("sum", "count", "begun"), self.filling, strict=True))
         return super().state(tokens) | self.centres.first(-(-tokens // self.block)) | filling
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore({name: state[name] for name in ("bits", "scale") if name in state})
         if "centre" in state:
             self.centres.write({"centre": state["centre"]}, 0)
-            self._fill(state["sum"], state["count"])
-            self.begun = state["begun"].clone()
+            self._fill(state["sum"], state["count"], state["begun"])
 
-    def _fill(self, total: Tensor, count: Tensor) -> None:
+    def _fill(self, *filling: Tensor) -> None:
         """Sets `filling`, where it lies once it does."""
         if self.filling is None:
-            self.filling = total.clone(), count.clone()
+            self.filling = tuple(tensor.clone() for tensor in filling)
         else:
-            self.filling[0].copy_(total)
-            self.filling[1].copy_(count)
+            for held, new in zip(self.filling, filling, strict=True):
+                held.copy_(new)
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
         ops.encode_rabitq(
@@ -133,7 +129,7 @@ class RaBitQ(KeyScoring):
             self.representations["bits"],
             self.representations["scale"],
             self.centres["centre"],
-            *self.filling,
+            *self.filling[:2],
             self.block,
         )
 
