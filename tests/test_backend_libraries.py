@@ -102,7 +102,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable | No
         package.__spec__, package.__path__ = ModuleSpec(path, None, is_package=True), []
         monkeypatch.setitem(sys.modules, path, package)
     setattr(sys.modules[module], found.__name__, function or found)
-    if importlib.util.find_spec("triton") is None:
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.delitem(sys.modules, f"hf_hisparse.backends.{name}", raising=False)
     monkeypatch.setattr(library, "device_of", lambda device: CARD)
