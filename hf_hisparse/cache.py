@@ -268,9 +268,19 @@ class HierarchicalSparseCache(Cache):
 
         Args:
             cache: A `DynamicCache` filled by the same model. It must not be used again.
+
+        Raises:
+            ValueError: If it holds every head's keys in place of latents, as some versions of transformers have it for
+                models with an indexer of their own.
         """
-        self.reset()
         dense: Any
+        for index, dense in enumerate(cache.layers):
+            if getattr(dense, "indexer_keys", None) is not None and dense.keys.shape[1] != 1:
+                raise ValueError(
+                    f"layer {index} of the dense cache holds the keys of {dense.keys.shape[1]} heads and no latents, "
+                    "which cannot be continued; read the text with a new HierarchicalSparseCache"
+                )
+        self.reset()
         for index, (layer, dense) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if not isinstance(layer, HierarchicalLayer):
                 self.layers[index] = dense
