@@ -2,6 +2,8 @@
 //
 // In:   scores [rows, n] float32; starts and lengths [rows] int64, or null where every item is a candidate.
 // Out:  selection [rows, k] int32, ascending, padded with -1 at the end.
+// Where the macro MASS is defined the scores are yet to be completed (softmax.cuh), of weights [rows, group, n] and partials
+// [rows, group, chunks, 2], and are written to `scores` only where they are needed again.
 //
 // An item is page_size tokens. Candidates are the items of tokens starts to lengths; of these, the items of the first
 // sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0
@@ -19,9 +21,10 @@
 //
 // Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
 // first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a
-// barrier 0.5; output 1.3. About 12.
+// barrier 0.5; output 1.3. About 12. To complete scores of 4 heads: their partials 2, three more loads an item 1.5.
 
 #include "cluster.cuh"
+#include "softmax.cuh"
 #include "warp.cuh"
 
 namespace {
@@ -53,9 +56,14 @@ struct Scratch {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
-    const float* __restrict__ scores, int* __restrict__ selection, long long n_, long long k_,
-    const long long* __restrict__ starts, const long long* __restrict__ lengths,
-    long long page_size, long long sink_tokens, long long recent_tokens
+#ifdef MASS
+    const float* __restrict__ weights, const float2* __restrict__ partials, long long group_, long long chunks_,
+    long long chunk_shift, float* scores,
+#else
+    const float* __restrict__ scores,
+#endif
+    int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ starts,
+    const long long* __restrict__ lengths, long long page_size, long long sink_tokens, long long recent_tokens
 ) {
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
     const int blocks = cluster_blocks(), block = cluster_rank();
@@ -64,8 +72,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     scores += row * n_;
     selection += row * k_;
 
-    extern __shared__ unsigned held[];
+    extern __shared__ float2 shared[];
     __shared__ Scratch scratch;
+#ifdef MASS
+    const int group = static_cast<int>(group_), chunks = static_cast<int>(chunks_);
+    weights += row * group_ * n_;
+    partials += row * group_ * chunks_;
+    unsigned* const held = reinterpret_cast<unsigned*>(shared + group + max(group, kWarps));
+#else
+    unsigned* const held = reinterpret_cast<unsigned*>(shared);
+#endif
 
     // ---- what can be selected, and what always is ----
     int first = 0, last = n - 1, sink = -1, recent = n;
@@ -80,16 +96,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     // ---- the items that the calling warp owns ----
     const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
     const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
-    // Calls `body(item, key)` for each of them, a lane each, after kBatch loads at once. All lanes take part; what lies
-    // behind the end has key 0.
-    const auto each_read = [&](auto body) {
+    // Calls `body(item, key)` for each of them, a lane each, after `read` has fetched kBatch scores at once. All lanes take
+    // part; what lies behind the end has key 0.
+    const auto each_of = [&](auto read, auto body) {
         for (int base = begin + lane; base - lane < end; base += 32 * kBatch) {
             float score[kBatch];
-#pragma unroll
-            for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * 32;
-                score[j] = i < end ? scores[i] : -INFINITY;
-            }
+            read(score, base);
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 const int i = base + j * 32;
@@ -98,11 +110,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
             }
         }
     };
+    const auto read = [&](float (&score)[kBatch], int base) {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) score[j] = base + j * 32 < end ? scores[base + j * 32] : -INFINITY;
+    };
     // The same of keys that are kept in shared memory. A lane meets the items that it met before, without a barrier.
     const bool kept = run * kWarps <= kHeld;
     unsigned* const keep = held + warp * run;
     const auto each = [&](auto body) {
-        if (!kept) return each_read(body);
+        if (!kept) return each_of(read, body);
         for (int base = begin + lane; base - lane < end; base += 32 * kBatch) {
             unsigned key[kBatch];
 #pragma unroll
@@ -114,13 +130,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 
     for (int i = thread; i < kRounds * kBins; i += kThreads) (&scratch.bins[0][0])[i] = 0;
     if (thread < 2) scratch.taken[thread] = 0;
+#ifdef MASS
+    sum_partials(partials, group, chunks, shared, shared + group);
+    const auto read_first = [&](float (&score)[kBatch], int base) {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) score[j] = 0;
+        add_heads(score, weights, partials, shared, group, n, chunks, static_cast<int>(chunk_shift), base, 32, end);
+        if (kept) return;
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            if (base + j * 32 < end) scores[base + j * 32] = score[j];
+        }
+    };
+#else
+    const auto& read_first = read;
+#endif
     __syncthreads();
 
     // ---- the threshold: `need` of the keys whose bits from `shift` on equal it are selected, and all above ----
     int shift = 32 - kBits, need = k, selected = k;
     unsigned threshold = 0;
     int* const bins = scratch.bins[0];
-    each_read([&](int i, unsigned key) {
+    each_of(read_first, [&](int i, unsigned key) {
         if (kept && i < end) keep[i - begin] = key;
         atomicAdd(&bins[key >> (32 - kBits)], 1);  // Bin 0 has what is not to be selected, and nothing else.
     });

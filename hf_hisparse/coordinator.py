@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
+from hf_hisparse.branch import Branch
 from hf_hisparse.late_check import LateCheck
 from hf_hisparse.layout import ItemLayout, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
@@ -83,6 +84,10 @@ class SparseCoordinator:
         """Of a history in the memory; of one that is dense, what was lost as it came from there."""
         self.recent: tuple[Tensor, ...] | None = None
         self.algorithm: Any = algorithm()
+        self._counts: Any = None
+        """`[2, rows]` int64: the position of each row's newest token, and its tokens. Both, since a branch of a step's
+        graph may still ask for the one when others ask for the other."""
+        self._branch = Branch()
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
@@ -110,14 +115,14 @@ class SparseCoordinator:
                 for, cannot be had.
         """
         new = copy.copy(self)
-        new.attending, new.selected = False, None
+        new.attending, new.selected, new._counts, new._branch = False, None, None, Branch()
         new.algorithm = copy.deepcopy(self.algorithm)
         new._reserved = None
         if self._reserved is not None and self.capacity:
             new._reserved = self._reserved.fork(0, self.capacity, self.layers)
         if self.memory is not None:
             new.memory = self.memory.fork(self.length, self.capacity, self.layers)
-            new.starts, new.lengths = self.starts.clone(), self.lengths.clone()
+            new.starts, new._counts = self.starts.clone(), self._counts.clone()
             new._make_room(self.length)
         return new
 
@@ -157,7 +162,8 @@ class SparseCoordinator:
             memory.ragged = self.padding.most
             memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
             self._reserved, self.memory = None, memory
-            self.starts, self.lengths = torch.zeros_like(moved["lengths"]), moved["lengths"]
+            self.starts = torch.zeros_like(moved["lengths"])
+            self._count(moved["lengths"])
         elif facts["length"]:
             self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
             if self.capacity > self.top_k:
@@ -351,7 +357,7 @@ class SparseCoordinator:
         self.batch, self.heads = batch, heads
         self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
-        self.lengths = torch.zeros_like(self.starts)
+        self._count(torch.zeros_like(self.starts))
         self._store(parts, 0, padding)
         self._make_room(tokens)
         if padding:
@@ -391,7 +397,7 @@ class SparseCoordinator:
         tokens = parts[0].shape[2]
         self.padding, self.memory.ragged = padding, padding.most
         before = self.lengths.clone()
-        self.lengths.copy_(padding.lengths(tokens).repeat_interleave(self.heads))
+        self._count(padding.lengths(tokens).repeat_interleave(self.heads))
         if padding:
             # What there is of padding comes last, where tokens to come will lie.
             columns = padding.columns(tokens)
@@ -402,6 +408,19 @@ class SparseCoordinator:
         self.memory.write(tuple(part[:, first:] for part in rows), first)
         start = self._aligned(max(held - 1, 0))
         self.algorithm.construct_representations(rows[0][:, start:], start, self.starts, self.lengths, before)
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[rows]` int64, tokens that each row has."""
+        return self._counts[1]
+
+    def _count(self, lengths: Tensor) -> None:
+        """Sets `lengths`, where they lie if there are as many."""
+        counts = torch.stack((lengths - 1, lengths))
+        if self._counts is not None and self._counts.shape == counts.shape and self._counts.device == counts.device:
+            self._counts.copy_(counts)
+        else:
+            self._counts = counts
 
     def _aligned(self, token: int) -> int:
         """The last token at or before `token` that begins both an item and a unit of the representation."""
@@ -432,10 +451,15 @@ class SparseCoordinator:
             self._spill(self.history(), mask)
         self._reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2).contiguous() for part in parts]
-        self.memory.append(torch.cat(rows, dim=-1), self.lengths)
-        self.algorithm.update_representations(rows[0], self.lengths)
-        self.lengths += 1
+        self._counts += 1
+        position, _ = self._counts
+        # The selection does not depend on where the token lies, and is the longer part of the step.
+        self._branch.run(self._store_token, position, *rows)
+        self.algorithm.update_representations(rows[0], position)
         self.advance()
+
+    def _store_token(self, position: Tensor, *rows: Tensor) -> None:
+        self.memory.append(torch.cat(rows, dim=-1), position)
 
     def advance(self) -> None:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
@@ -476,6 +500,7 @@ class SparseCoordinator:
         """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
         if self.selected is not None:
             self.selected.append(selection)
+        self._branch.join()
         buffer, slots = self.memory.fetch(selection)
         return self.backend.attend(
             query, buffer, slots, selection, self.starts, self.lengths, self.memory.layout, scale, **kwargs
@@ -512,7 +537,7 @@ class SparseCoordinator:
             self._make_room(length)
         start = self._aligned(max(length - self.padding.most - 1, 0))
         keys = self.memory.read(length, start)[0]
-        self.lengths.copy_(self.padding.lengths(length).repeat_interleave(self.heads))
+        self._count(self.padding.lengths(length).repeat_interleave(self.heads))
         self.algorithm.construct_representations(keys, start, self.starts, self.lengths, self.lengths)
 
     def undo(self, length: int) -> None:
@@ -546,7 +571,8 @@ class SparseCoordinator:
         else:
             held = [row * self.heads + head for row in chosen for head in range(self.heads)]
             self.memory.select(held, self.length, self.layers)
-            self.starts, self.lengths = select_rows(self.starts, rows), select_rows(self.lengths, rows)
+            self.starts = select_rows(self.starts, rows)
+            self._count(self.lengths[rows])
             if len(index) != self.batch:
                 self.serial = next(self._serials)
         if chosen:

@@ -436,6 +436,25 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
         assert all(scores[row, i] >= expected["least"] for i in set(ids) - expected["kept"])
 
 
+@pytest.mark.parametrize("parent", [Quest, RaBitQ])
+def test_a_method_with_scores_of_its_own_selects_by_them(parent):
+    class Backwards(parent):
+        def score(self, query, items, scale, starts, lengths):
+            return -super().score(query, items, scale, starts, lengths)
+
+    class Same(parent):
+        pass
+
+    keys, query, window = draw(1, 400, WIDTH), draw(1, 2, WIDTH, seed=1), (zeros(1), tensor([400]))
+    chosen = []
+    for kind in (parent, Same, Backwards):
+        algorithm = kind(page_size=4, sink_tokens=1, recent_tokens=1)
+        algorithm.construct_representations(keys, 0, *window, zeros(1))
+        chosen.append(set(algorithm.retrieve_topk(query, 30, 100, SCALE, *window)[0].tolist()))
+    assert chosen[0] == chosen[1]
+    assert chosen[0] & chosen[2] == {0, 99}
+
+
 def test_everything_is_selected_while_it_fits(method):
     keys = draw(2, 30, WIDTH)
     algorithm = filled(method(page_size=4, sink_tokens=1, recent_tokens=1), keys)

@@ -319,6 +319,29 @@ def test_kernels_select_what_the_reference_selects_but_for_near_ties(case):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [*CASES, LARGE[0]], ids=str)
+def test_scored_and_selected_at_once_is_the_best_of_the_scores(case, device):
+    history = History(case).on(device)
+    for k in (1, history.items // 3, history.items):
+        if k >= history.algorithm.kept_items:
+            window = history.starts, history.lengths, history.algorithm.page_size, 4, 64
+            expected = ops.top_k(history.score().to(history.query.device), k, *window)
+            assert torch.equal(history.select(k), expected.cpu())
+
+
+@gpu
+@pytest.mark.parametrize("method", sorted(ALGORITHMS))
+def test_scores_that_fit_no_shared_memory(method, monkeypatch):
+    history = History(Case(method, 2, 2, 16, 40000, 1, F32)).on("cuda")
+    whole = history.algorithm.score(history.query, history.items, history.scale, history.starts, history.lengths)
+    scoring = history.query, history.items, history.scale, history.starts, history.lengths
+    monkeypatch.setattr(cuda, "top_k_blocks", lambda *_: 1)
+    for k in (90, 3000):
+        expected = ops.top_k(whole, k, history.starts, history.lengths, 1, 4, 64)
+        assert torch.equal(history.algorithm.select(*scoring, k, 4, 64), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_query_that_is_no_number_has_no_vote(method, bad, device):
@@ -447,11 +470,13 @@ def test_opcheck(device):
             centres = history.algorithm.centres["centre"]
             arguments = (history.query, matrix, held["bits"], held["scale"], centres, 256, history.items, 4)
             opcheck(ops.score_rabitq, (*arguments, history.scale, *window))
+            opcheck(ops.select_rabitq, (*arguments, history.scale, *window, 5, 1, 2))
             key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling[:2])
             opcheck(ops.encode_rabitq, (key, history.lengths - 1, matrix, *state, 256))
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)
             opcheck(ops.score_quest, (*arguments, history.scale, *window))
+            opcheck(ops.select_quest, (*arguments, history.scale, *window, 5, 1, 2))
 
 
 @gpu
@@ -514,10 +539,9 @@ def test_launch_shapes(clusters, multiprocessors):
             assert blocks == 1 or blocks * rows <= multiprocessors
             shared = heuristics.top_k_shared_bytes(items, blocks)
             assert shared in (0, 4096 * -(-items // (1024 * blocks))) and shared <= 4 * heuristics.HELD_SCORES
-            assert 1 <= heuristics.mass_blocks(rows, items, multiprocessors) <= -(-items // 256)
-            for unit_tokens in (65, 128):
-                units = -(-items // unit_tokens)
-                run = heuristics.rabitq_run(rows, units, unit_tokens, multiprocessors)
-                assert run >= 1 and run * unit_tokens <= heuristics.RABITQ_RUN
-                fits = rows * -(-units // run) <= heuristics.RABITQ_BLOCKS * multiprocessors + rows
-                assert fits or (run + 1) * unit_tokens > heuristics.RABITQ_RUN
+            assert 1 <= heuristics.mass_blocks(rows, items, multiprocessors) <= -(-items // heuristics.MASS_THREADS)
+            for units in (-(-items // 64), items):
+                blocks = heuristics.rabitq_blocks(rows, units, multiprocessors)
+                assert 1 <= blocks <= -(-units // heuristics.RABITQ_WARPS)
+                assert blocks == 1 or rows * blocks <= heuristics.RABITQ_BLOCKS * multiprocessors
+            assert 1 <= heuristics.centre_blocks(rows * items, multiprocessors) <= max(1, multiprocessors // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,6 +254,26 @@ class KeyScoring(SparseAlgorithm):
         Returns:
             `[rows, min(k, items)]` int32 item ids, unique and ascending, padded with -1 at the end.
         """
-        scores = self.score(query, items, scale, starts, lengths)
         sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
-        return ops.top_k(scores, min(k, items), starts, lengths, self.page_size, sink, recent)
+        return self.select(query, items, scale, starts, lengths, min(k, items), sink, recent)
+
+    def select(
+        self,
+        query: Tensor,
+        items: int,
+        scale: float,
+        starts: Tensor,
+        lengths: Tensor,
+        k: int,
+        sink_tokens: int,
+        recent_tokens: int,
+    ) -> Tensor:
+        """`ops.top_k` of `score`. A method whose kernels do both at once overrides it beside `score`."""
+        scores = self.score(query, items, scale, starts, lengths)
+        return ops.top_k(scores, k, starts, lengths, self.page_size, sink_tokens, recent_tokens)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Who scores in its own way selects by that, and not by what a parent's kernels do at once.
+        if "score" in vars(cls) and "select" not in vars(cls):
+            cls.select = KeyScoring.select  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,12 @@ class Quest(KeyScoring):
         """The most that any key of a page can score, `[rows, group, items]` float32."""
         return quest_bound(query, self.representations["low"][:, :items], self.representations["high"][:, :items])
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
-        low, high = self.representations["low"], self.representations["high"]
-        return ops.score_quest(query, low, high, items, self.page_size, scale, starts, lengths)
+    def score(self, query: Tensor, items: int, *window: Any) -> Tensor:
+        return ops.score_quest(query, *self._boxes, items, self.page_size, *window)
+
+    def select(self, query: Tensor, items: int, *window: Any) -> Tensor:
+        return ops.select_quest(query, *self._boxes, items, self.page_size, *window)
+
+    @property
+    def _boxes(self) -> tuple[Tensor, Tensor]:
+        return self.representations["low"], self.representations["high"]

@@ -139,17 +139,13 @@ class RaBitQ(KeyScoring):
         bits, scale = rabitq_bits(centred, rotation(centred.shape[-1], centred.device))
         return {"bits": bits, "scale": scale}
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
-        return ops.score_rabitq(
-            query,
-            rotation(query.shape[-1], query.device),
-            self.representations["bits"],
-            self.representations["scale"],
-            self.centres["centre"],
-            self.block,
-            items,
-            self.page_size,
-            scale,
-            starts,
-            lengths,
-        )
+    def score(self, query: Tensor, items: int, *window: Any) -> Tensor:
+        return ops.score_rabitq(query, *self._codes(query), items, self.page_size, *window)
+
+    def select(self, query: Tensor, items: int, *window: Any) -> Tensor:
+        return ops.select_rabitq(query, *self._codes(query), items, self.page_size, *window)
+
+    def _codes(self, query: Tensor) -> tuple[Any, ...]:
+        held = self.representations
+        turn = rotation(query.shape[-1], query.device)
+        return turn, held["bits"], held["scale"], self.centres["centre"], self.block

@@ -17,6 +17,8 @@ from hf_hisparse.ops.reference import (
     score_indexer,
     score_quest,
     score_rabitq,
+    select_quest,
+    select_rabitq,
     swap_in,
     top_k,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "score_indexer",
     "score_quest",
     "score_rabitq",
+    "select_quest",
+    "select_rabitq",
     "swap_in",
     "top_k",
 ]
@@ -75,6 +79,20 @@ def _score_rabitq(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.score_rabitq(*args)
+
+
+@select_quest.register_kernel("cuda")
+def _select_quest(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.select_quest(*args)
+
+
+@select_rabitq.register_kernel("cuda")
+def _select_rabitq(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.select_rabitq(*args)
 
 
 @functools.cache

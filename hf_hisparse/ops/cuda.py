@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,16 @@ from hf_hisparse.ops import reference
 from hf_hisparse.ops.heuristics import (
     HELD_SCORES,
     ITEMS_PER_THREAD,
+    MASS_THREADS,
     MAX_THREADS,
+    RABITQ_WARPS,
     SwapInShape,
     append_threads,
+    centre_blocks,
     direct_blocks,
     mass_blocks,
     pieces,
-    rabitq_run,
+    rabitq_blocks,
     swap_in_shape,
     top_k_blocks,
     top_k_shared_bytes,
@@ -48,19 +51,22 @@ KERNELS = (
     ("swap_in", ("WITHOUT_COPY",)),
     ("append", ()),
     ("top_k", ()),
+    ("top_k", ("MASS",)),
     ("score_quest", ()),
     ("rotate_query", ()),
-    ("score_rabitq", ()),
+    ("score_rabitq", ("BYTES=16",)),
+    ("score_rabitq", ("BYTES=32",)),
+    ("score_rabitq", ("BYTES=10",)),
     ("softmax_mass", ()),
     ("encode_rabitq", ()),
 )
-"""Every kernel: the file and function that it is, and the macros that it is compiled with."""
+"""Every kernel: its file and function, and the macros that it is compiled with. BYTES is that of any width."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """What the kernels are tested to compile for. They need compute capability 8.0."""
 
 MAX_K = ITEMS_PER_THREAD * MAX_THREADS
 MAX_PARTS = 4
-_SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES}
+_SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES + 4096}
 """The most dynamic shared memory of kernels that use much; every device from compute capability 8.0 on has it."""
 
 
@@ -248,8 +254,8 @@ def _kernel(name: str, index: int, macros: tuple[str, ...] = ()) -> Kernel:
 def unavailable(index: int) -> str | None:
     """Why the kernels cannot run on a device, None where they can. The first call compiles and loads them."""
     try:
-        for name in dict.fromkeys(name for name, _ in KERNELS):
-            _kernel(name, index)
+        for name, macros in dict(reversed(KERNELS)).items():
+            _kernel(name, index, macros)
     except Exception as error:  # Whatever it is, there is another way to run.
         return f"{type(error).__name__}: {error}"
     return None
@@ -489,7 +495,9 @@ _HEADS = 4
 """Query heads that a block scores, as `kHeads` in the sources."""
 _QUEST_CHUNK = 128
 """Pages that a block scores, as `kPages` in score_quest.cu."""
-_RABITQ_UNIT = 128
+_GROUP = 256
+"""The most query heads a KV head for which top-k completes scores."""
+_RABITQ_UNIT = 64
 """Tokens that a warp scores at once, as `kUnit` in score_rabitq.cu."""
 _RABITQ_WIDTH = 256
 """The widest query, as `kWidth` in rotate_query.cu."""
@@ -498,6 +506,25 @@ _RABITQ_WIDTH = 256
 def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
     _check(op, "starts", starts, torch.int64, (rows,), device)
     _check(op, "lengths", lengths, torch.int64, (rows,), device)
+
+
+class Weighed(NamedTuple):
+    """Scores that are yet to be completed, as csrc/softmax.cuh says.
+
+    Args:
+        weights: `[rows, group, items]` float32.
+        partials: `[rows, group, chunks, 2]` float32.
+        chunk_items: Items a chunk, a power of two.
+    """
+
+    weights: Tensor
+    partials: Tensor
+    chunk_items: int
+
+    def arguments(self) -> tuple[int, ...]:
+        """Weights, partials, group, chunks, and log2 of the items a chunk, as kernels take them."""
+        group, chunks = self.partials.shape[1:3]
+        return self.weights.data_ptr(), self.partials.data_ptr(), group, chunks, self.chunk_items.bit_length() - 1
 
 
 def top_k(
@@ -529,20 +556,45 @@ def top_k(
         raise ValueError(f"top_k: `page_size` must be positive, not {page_size}")
     if max(items, k) >= 1 << 30:
         raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items")
-    selection = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    return _top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens, blocks)
+
+
+def _top_k(
+    scores: Tensor | Weighed,
+    k: int,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    page_size: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    blocks: int | None = None,
+) -> Tensor:
+    """The selection, of complete scores or of others."""
+    weights = scores.weights if isinstance(scores, Weighed) else scores
+    rows, items, index = weights.shape[0], weights.shape[-1], weights.device.index
+    selection = torch.empty(rows, k, dtype=torch.int32, device=weights.device)
     if items == 0:
         return selection.fill_(-1)
     if selection.numel() == 0:
         return selection
-    index = scores.device.index
     if blocks is None:
         blocks = top_k_blocks(rows, items, *_device(index))
+    shared = top_k_shared_bytes(items, blocks)
+    if isinstance(scores, Weighed):
+        kernel = _kernel("top_k", index, ("MASS",))
+        group = weights.shape[1]
+        completed = weights.new_empty(0 if shared else rows * items)
+        source: tuple[int, ...] = (*scores.arguments(), completed.data_ptr())
+        shared += 8 * (group + max(group, 32))
+    else:
+        kernel = _kernel("top_k", index)
+        source = (scores.data_ptr(),)
     _launch(
-        _kernel("top_k", index),
+        kernel,
         rows,
         MAX_THREADS,
-        top_k_shared_bytes(items, blocks),
-        scores.data_ptr(),
+        shared,
+        *source,
         selection.data_ptr(),
         items,
         k,
@@ -556,29 +608,28 @@ def top_k(
     return selection
 
 
-def _softmax_mass(weights: Tensor, partials: Tensor, chunk_items: int) -> Tensor:
-    """The second half of a score: `[rows, items]` from `[rows, group, items]` and `[rows, group, chunks, 2]`."""
+def _softmax_mass(weighed: Weighed) -> Tensor:
+    """Completes scores: `[rows, items]`."""
+    weights = weighed.weights
     rows, group, items = weights.shape
     scores = weights.new_empty(rows, items)
+    if scores.numel() == 0 or group == 0:
+        return scores.zero_()
     row_blocks = mass_blocks(rows, items, _device(weights.device.index)[0])
     _launch(
-        _kernel("softmax_mass", weights.device.index),
+        _kernel("softmax_mass", scores.device.index),
         rows * row_blocks,
-        256,
-        8 * (group + max(group, 8)),
-        weights.data_ptr(),
-        partials.data_ptr(),
+        MASS_THREADS,
+        8 * (group + max(group, 32)),
+        *weighed.arguments(),
         scores.data_ptr(),
-        group,
         items,
-        chunk_items,
-        partials.shape[2],
         row_blocks,
     )
     return scores
 
 
-def score_quest(
+def _weigh_quest(
     query: Tensor,
     low: Tensor,
     high: Tensor,
@@ -587,17 +638,18 @@ def score_quest(
     scale: float,
     starts: Tensor,
     lengths: Tensor,
-) -> Tensor:
-    """`ops.score_quest` on a CUDA device."""
+) -> Weighed | None:
+    """The first half of Quest's scores; None where the kernel cannot be had."""
     rows, group, width = query.shape
     reason = None
     if query.dtype not in _DTYPES or low.dtype != query.dtype:
         reason = f"score_quest takes no {query.dtype} queries with {low.dtype} keys"
     elif width % 8 or width > 1024:
         reason = f"score_quest takes heads of a multiple of 8, at most 1024, not of {width}"
+    elif group > _GROUP:
+        reason = f"score_quest takes at most {_GROUP} query heads a KV head, not {group}"
     if _falls_back(query.device, reason):
-        with reference.score_quest.set_kernel_enabled("cuda", enabled=False):
-            return reference.score_quest(query, low, high, items, page_size, scale, starts, lengths)
+        return None
     device, capacity = query.device, low.shape[1]
     query = query.contiguous()
     _check("score_quest", "low", low, query.dtype, (rows, capacity, width), device)
@@ -609,33 +661,52 @@ def score_quest(
         )
     if capacity * width >= 1 << 31:
         raise ValueError(f"score_quest: a row of `low` of shape {list(low.shape)} has more than 2^31 elements")
-    if rows * group * items == 0:
-        return query.new_zeros(rows, items, dtype=torch.float32)
     chunks = -(-items // _QUEST_CHUNK)
     weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
     partials = torch.empty(rows, group, chunks, 2, dtype=torch.float32, device=device)
-    _launch(
-        _kernel("score_quest", device.index),
-        rows * -(-group // _HEADS) * chunks,
-        256,
-        4 * _HEADS * width,
-        query.data_ptr(),
-        low.data_ptr(),
-        high.data_ptr(),
-        _DTYPES[query.dtype],
-        group,
-        width,
-        capacity,
-        items,
-        page_size,
-        float(scale * _LOG2_E),
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        weights.data_ptr(),
-        partials.data_ptr(),
-        chunks,
-    )
-    return _softmax_mass(weights, partials, _QUEST_CHUNK)
+    if weights.numel():
+        _launch(
+            _kernel("score_quest", device.index),
+            rows * -(-group // _HEADS) * chunks,
+            256,
+            4 * _HEADS * width,
+            query.data_ptr(),
+            low.data_ptr(),
+            high.data_ptr(),
+            _DTYPES[query.dtype],
+            group,
+            width,
+            capacity,
+            items,
+            page_size,
+            float(scale * _LOG2_E),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            weights.data_ptr(),
+            partials.data_ptr(),
+            chunks,
+        )
+    return Weighed(weights, partials, _QUEST_CHUNK)
+
+
+def score_quest(*arguments: Any) -> Tensor:
+    """`ops.score_quest` on a CUDA device."""
+    weighed = _weigh_quest(*arguments)
+    if weighed is None:
+        with reference.score_quest.set_kernel_enabled("cuda", enabled=False):
+            return reference.score_quest(*arguments)
+    return _softmax_mass(weighed)
+
+
+def select_quest(*arguments: Any) -> Tensor:
+    """`ops.select_quest` on a CUDA device."""
+    *scoring, k, sink_tokens, recent_tokens = arguments
+    weighed = _weigh_quest(*scoring)
+    if weighed is None:
+        with reference.select_quest.set_kernel_enabled("cuda", enabled=False):
+            return reference.select_quest(*arguments)
+    page_size, _, starts, lengths = scoring[-4:]
+    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
 
 def encode_rabitq(
@@ -693,7 +764,7 @@ def encode_rabitq(
     return None
 
 
-def score_rabitq(
+def _weigh_rabitq(
     query: Tensor,
     rotation: Tensor,
     bits: Tensor,
@@ -705,8 +776,8 @@ def score_rabitq(
     scale: float,
     starts: Tensor,
     lengths: Tensor,
-) -> Tensor:
-    """`ops.score_rabitq` on a CUDA device."""
+) -> Weighed | None:
+    """The first half of RaBitQ's scores; None where the kernels cannot be had."""
     rows, group, width = query.shape
     reason = None
     if query.dtype not in _DTYPES or centres.dtype != query.dtype:
@@ -715,11 +786,10 @@ def score_rabitq(
         reason = f"score_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
     elif page_size > _RABITQ_UNIT:
         reason = f"score_rabitq takes pages of at most {_RABITQ_UNIT} tokens, not of {page_size}"
+    elif group > _GROUP:
+        reason = f"score_rabitq takes at most {_GROUP} query heads a KV head, not {group}"
     if _falls_back(query.device, reason):
-        with reference.score_rabitq.set_kernel_enabled("cuda", enabled=False):
-            return reference.score_rabitq(
-                query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths
-            )
+        return None
     device, capacity = query.device, bits.shape[1]
     query = query.contiguous()
     _check("score_rabitq", "rotation", rotation, torch.float32, (width, width), device)
@@ -743,60 +813,83 @@ def score_rabitq(
         )
     if items * page_size >= 1 << 30:
         raise ValueError(f"score_rabitq: {items} items of {page_size} tokens are more than 2^30 tokens")
-    if rows * group * items == 0:
-        return query.new_zeros(rows, items, dtype=torch.float32)
-    unit_items = _RABITQ_UNIT // page_size
-    units, tiles = -(-items // unit_items), -(-group // _HEADS)
-    run_units = rabitq_run(rows * tiles, units, unit_items * page_size, _device(device.index)[0])
+    chunk_items = 1 << (_RABITQ_UNIT // page_size).bit_length() - 1
+    units, tiles, count = -(-items // chunk_items), -(-group // _HEADS), -(-tokens // block)
+    weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
+    partials = torch.empty(rows, group, units, 2, dtype=torch.float32, device=device)
+    if weights.numel() == 0:
+        return Weighed(weights, partials, chunk_items)
+    multiprocessors = _device(device.index)[0]
     steps = 1 if width <= 128 and width % 32 == 0 else 2
     digits = torch.empty(rows, tiles, steps, 4, 32, 4, dtype=torch.int32, device=device)
     levels = torch.empty(rows, group, 2, dtype=torch.int32, device=device)
-    weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
-    partials = torch.empty(rows, group, units, 2, dtype=torch.float32, device=device)
+    offsets = torch.empty(rows, group, count, dtype=torch.float32, device=device)
     _launch(
         _kernel("rotate_query", device.index),
-        rows * tiles,
+        rows * tiles + centre_blocks(rows * tiles * count, multiprocessors),
         1024,
         0,
         query.data_ptr(),
         rotation.data_ptr(),
-        steps,
-        _DTYPES[query.dtype],
-        group,
-        width,
-        float(scale * _LOG2_E),
-        digits.data_ptr(),
-        levels.data_ptr(),
-    )
-    _launch(
-        _kernel("score_rabitq", device.index),
-        rows * tiles * -(-units // run_units),
-        256,
-        0,
-        query.data_ptr(),
-        digits.data_ptr(),
-        levels.data_ptr(),
-        bits.data_ptr(),
-        scales.data_ptr(),
         centres.data_ptr(),
         steps,
         _DTYPES[query.dtype],
+        rows,
         group,
         width,
-        capacity,
         centres.shape[1],
+        count,
+        float(scale * _LOG2_E),
+        digits.data_ptr(),
+        levels.data_ptr(),
+        offsets.data_ptr(),
+    )
+    row_blocks = rabitq_blocks(rows * tiles, units, multiprocessors)
+    _launch(
+        _kernel("score_rabitq", device.index, (f"BYTES={width // 8}",)),
+        rows * tiles * row_blocks,
+        32 * RABITQ_WARPS,
+        0,
+        digits.data_ptr(),
+        levels.data_ptr(),
+        offsets.data_ptr(),
+        bits.data_ptr(),
+        scales.data_ptr(),
+        group,
+        capacity,
+        count,
         block.bit_length() - 1,
         items,
         page_size,
-        float(scale * _LOG2_E),
+        chunk_items,
         starts.data_ptr(),
         lengths.data_ptr(),
         weights.data_ptr(),
         partials.data_ptr(),
         units,
-        run_units,
+        row_blocks,
     )
-    return _softmax_mass(weights, partials, unit_items)
+    return Weighed(weights, partials, chunk_items)
+
+
+def score_rabitq(*arguments: Any) -> Tensor:
+    """`ops.score_rabitq` on a CUDA device."""
+    weighed = _weigh_rabitq(*arguments)
+    if weighed is None:
+        with reference.score_rabitq.set_kernel_enabled("cuda", enabled=False):
+            return reference.score_rabitq(*arguments)
+    return _softmax_mass(weighed)
+
+
+def select_rabitq(*arguments: Any) -> Tensor:
+    """`ops.select_rabitq` on a CUDA device."""
+    *scoring, k, sink_tokens, recent_tokens = arguments
+    weighed = _weigh_rabitq(*scoring)
+    if weighed is None:
+        with reference.select_rabitq.set_kernel_enabled("cuda", enabled=False):
+            return reference.select_rabitq(*arguments)
+    page_size, _, starts, lengths = scoring[-4:]
+    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
 
 def _launch(kernel: Kernel, *arguments: Any, cluster: int = 1) -> None:

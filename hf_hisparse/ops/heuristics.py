@@ -20,12 +20,12 @@ WARPS = 16
 """Copying warps of such a block where a whole warp copies an item: as many bytes under way."""
 MAX_CLUSTER = 8
 """Blocks a cluster that every device with clusters can run."""
-RABITQ_BLOCKS = 3
-"""Blocks of the RaBitQ scoring kernel that run on a multiprocessor at once."""
-RABITQ_RUN = 4096
-"""Tokens that one of them scores at most, as `kRun` in its source."""
-MASS_BLOCKS = 4
-"""Blocks of the kernel that completes a score, a multiprocessor: each reads all partial sums of its row."""
+RABITQ_BLOCKS = 4
+"""Blocks of the RaBitQ scoring kernel that run on a multiprocessor at once, as `kBlocks` in its source."""
+RABITQ_WARPS = 8
+"""Warps of such a block, each of which takes a unit at a time."""
+MASS_THREADS = 1024
+"""Threads of a block of the kernel that completes a score: each block reads all partial sums of its row."""
 HELD_SCORES = 16384
 """Scores that a block of the top-k kernel keeps in shared memory, as `kHeld` in its source."""
 
@@ -107,18 +107,22 @@ def top_k_shared_bytes(items: int, blocks: int) -> int:
     return 4 * each if each <= HELD_SCORES else 0
 
 
-def rabitq_run(rows: int, units: int, unit_tokens: int, multiprocessors: int) -> int:
-    """Units that a block of the RaBitQ scoring kernel takes: as few as let all blocks run at once.
+def rabitq_blocks(rows: int, units: int, multiprocessors: int) -> int:
+    """Blocks a row of the RaBitQ scoring kernel: as many as run at once, of a unit a warp or more.
 
     Args:
         rows: Rows, times the blocks that a row's query heads take.
-        units, unit_tokens: Units of a row, and tokens of one.
+        units: Units of a row.
         multiprocessors: Of the device.
     """
-    even = -(-rows * units // (RABITQ_BLOCKS * multiprocessors))
-    return max(1, min(even, RABITQ_RUN // unit_tokens))
+    return max(1, min(-(-units // RABITQ_WARPS), RABITQ_BLOCKS * multiprocessors // rows))
+
+
+def centre_blocks(products: int, multiprocessors: int) -> int:
+    """Blocks that multiply queries with centres, beside those that rotate them: a warp a product, half the device."""
+    return max(1, min(-(-products // 32), multiprocessors // 2))
 
 
 def mass_blocks(rows: int, items: int, multiprocessors: int) -> int:
     """Blocks a row of the kernel that completes a score: enough to fill the device, of an item a thread or more."""
-    return max(1, min(-(-items // 256), MASS_BLOCKS * multiprocessors // rows))
+    return max(1, min(-(-items // MASS_THREADS), 2 * multiprocessors // rows))

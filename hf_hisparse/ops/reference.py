@@ -362,6 +362,30 @@ def _(query, low, high, items, page_size, scale, starts, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
 
 
+@torch.library.custom_op("hf_hisparse::select_quest", mutates_args=())
+def select_quest(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+    k: int,
+    sink_tokens: int,
+    recent_tokens: int,
+) -> Tensor:
+    """`top_k` of `score_quest`, whose arguments it takes."""
+    scores = score_quest(query, low, high, items, page_size, scale, starts, lengths)
+    return top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+
+
+@select_quest.register_fake
+def _(query, low, high, items, page_size, scale, starts, lengths, k, sink_tokens, recent_tokens):
+    return query.new_empty(query.shape[0], k, dtype=torch.int32)
+
+
 def rabitq_bits(centred: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """What RaBitQ keeps of centred keys.
 
@@ -488,6 +512,33 @@ def score_rabitq(
 @score_rabitq.register_fake
 def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_hisparse::select_rabitq", mutates_args=())
+def select_rabitq(
+    query: Tensor,
+    rotation: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    centres: Tensor,
+    block: int,
+    items: int,
+    page_size: int,
+    scale: float,
+    starts: Tensor,
+    lengths: Tensor,
+    k: int,
+    sink_tokens: int,
+    recent_tokens: int,
+) -> Tensor:
+    """`top_k` of `score_rabitq`, whose arguments it takes."""
+    scores = score_rabitq(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths)
+    return top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+
+
+@select_rabitq.register_fake
+def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths, k, sink, recent):
+    return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
 PRODUCTS = 1 << 24
