@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWidth = 256;
+constexpr int kAhead = 32;  // Loads that a thread has under way.
 constexpr double kGrain = 1.0 / 4294967296.0, kLargest = 4194304.0;
 
 __device__ __forceinline__ long long grains(float x) {
@@ -43,6 +44,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) encode_rabitq(
     const int width = static_cast<int>(width_);
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const long long row = blockIdx.x;
+    // A thread's share of the rotation is on its way before it needs the key.
+    const int channels = (width + 31) / 32 * 32, shares = kThreads / channels;
+    const int channel = thread % channels, share = thread / channels, length = (width + shares - 1) / shares;
+    const int begin = share * length, end = channel < width && share < shares ? min(width, begin + length) : 0;
+    float factors[kAhead];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) factors[i] = first + i < end ? rotation[(first + i) * width + channel] : 0.0f;
+    };
+    load(begin);
     const long long at = position[row];
     const bool opens = at % block == 0;
 
@@ -71,14 +82,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) encode_rabitq(
     if (thread == 0) count[row] = opens ? 1 : count[row] + 1;
 
     // ---- rotate ----
-    const int channels = (width + 31) / 32 * 32, shares = kThreads / channels;
-    const int channel = thread % channels, share = thread / channels;
-    const int length = (width + shares - 1) / shares;
-    const int end = min(width, (share + 1) * length);
     float sum = 0;
-    if (channel < width && share < shares) {
-#pragma unroll 16
-        for (int i = share * length; i < end; ++i) sum += centred[i] * rotation[i * width + channel];
+    for (int first = begin; first < end; first += kAhead) {
+        if (first != begin) load(first);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i < end) sum += centred[first + i] * factors[i];
+        }
     }
     sums[thread] = sum;
     __syncthreads();

@@ -30,6 +30,7 @@ constexpr int kHeads = 4;
 constexpr int kStep = 128;  // Channels.
 constexpr int kWidth = 2 * kStep;
 constexpr int kLargest = 127 * 0x10101;
+constexpr int kAhead = 16;  // Loads that a thread has under way.
 
 }  // namespace
 
@@ -80,6 +81,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rotate_query(
     __shared__ float sums[kHeads][kThreads];
     __shared__ int integers[kHeads][kWidth];
 
+    // A thread's share of the rotation is on its way before it needs the query.
+    const int channels = steps * kStep, shares = kThreads / channels;
+    const int channel = thread % channels, share = thread / channels, length = (width + shares - 1) / shares;
+    const int begin = share * length, end = channel < width ? min(width, begin + length) : 0;
+    float factors[kAhead];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) factors[i] = first + i < end ? rotation[(first + i) * width + channel] : 0.0f;
+    };
+    load(begin);
     with_dtype(dtype, [&](auto type) {
         using Type = decltype(type);
         const auto* q = static_cast<const typename Type::Element*>(query) + first_head * width;
@@ -91,17 +102,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rotate_query(
     __syncthreads();
 
     // ---- rotate ----
-    const int channels = steps * kStep, shares = kThreads / channels;
-    const int channel = thread % channels, share = thread / channels;
     float sum[kHeads] = {};
-    if (channel < width) {
-        const int length = (width + shares - 1) / shares;
-        const int end = min(width, (share + 1) * length);
-#pragma unroll 16
-        for (int i = share * length; i < end; ++i) {
-            const float factor = rotation[i * width + channel];
+    for (int first = begin; first < end; first += kAhead) {
+        if (first != begin) load(first);
 #pragma unroll
-            for (int h = 0; h < kHeads; ++h) sum[h] += queries[h][i] * factor;
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i >= end) break;
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) sum[h] += queries[h][first + i] * factors[i];
         }
     }
 #pragma unroll
