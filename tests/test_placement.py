@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -350,6 +351,33 @@ def test_another_thread_has_its_own_experts_in_the_middle_of_a_step(implementati
     assert all(same_bits(*pair) for pair in zip(found[::2], [dense] * 4, strict=True))
     assert all(same_bits(*pair) for pair in zip(found[1::2], [prompt] * 4, strict=True))
     assert all(module.config is config for module in every)
+
+
+@cpu
+def test_a_model_that_is_copied_in_the_middle_of_a_step_is_copied_whole():
+    model: Any = make_model("deepseek_v32")
+    ids, cache, copies = random_ids(2, 66), graphed(model, {}), []
+    expected = decode(model, ids, new(model, "deepseek"), 60)
+    forward(model, ids, cache)
+    projection = model.model.layers[1].self_attn.o_proj
+
+    def copying(x: Tensor) -> Tensor:
+        if not copies:
+            copies.extend(
+                (
+                    copy.deepcopy(model),
+                    pickle.dumps([module.config for module in model.model.modules() if hasattr(module, "config")]),
+                )
+            )
+        return type(projection).forward(projection, x)
+
+    projection.forward = copying
+    step(model, ids[:, :1], cache)
+    copied, configs = copies
+    assert all(type(each) is type(model.config) for each in pickle.loads(configs))
+    assert {id(module.config) for module in copied.model.modules() if hasattr(module, "config")} == {id(copied.config)}
+    unpatch_model(copied)
+    assert same_bits(decode(copied, ids, new(copied, "deepseek"), 60), expected)
 
 
 def test_a_model_is_patched_once_by_however_many_threads(often):

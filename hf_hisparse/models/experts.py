@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hisparse.models.config_view import ConfigView
+
 
 AT_ONCE = "batched_mm"
 WAITING = ("eager", "grouped_mm")
@@ -22,11 +24,12 @@ _changing = threading.Lock()
 """Held while a thread begins or ends a step."""
 
 
-class _ConfigView:
+class _ExpertsView(ConfigView):
     """A config that says `AT_ONCE` to threads that take a step, and is the module's own in everything else."""
 
     def __init__(self, config: Any, threads: set[int]):
-        self._config, self._threads = config, threads
+        super().__init__(config)
+        self._threads = threads
 
     @property
     def _experts_implementation(self) -> str | None:
@@ -35,9 +38,6 @@ class _ConfigView:
         if own in WAITING and (torch.compiler.is_compiling() or threading.get_ident() in self._threads):
             return AT_ONCE
         return own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
 
 
 class Experts:
@@ -61,7 +61,7 @@ class Experts:
             self._configs = self._configs or [module.config for module in self._modules]
             for module, config in zip(self._modules, self._configs, strict=True):
                 if module.config is config:
-                    module.config = _ConfigView(config, self._threads)
+                    module.config = _ExpertsView(config, self._threads)
 
     def end(self) -> None:
         """Undoes `begin`, if there is anything to undo."""
