@@ -440,6 +440,11 @@ class HierarchicalSparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
+        if self._masks.settle():
+            logger.warning(
+                "The `attention_mask` of one of the last decode steps showed other padding than when it came, or hid a "
+                "decoded token; padding is not stored, so that it cannot change, and attention was as before."
+            )
         lost, self._lost = self._lost, "`reset` was interrupted midway"
         for _, hierarchical in self._hierarchical:
             if lost:

@@ -195,16 +195,23 @@ class SparseCoordinator:
         Args:
             mask: As for `seen_by_newest`, or None for everything.
             tokens: How many new tokens it is for, with those that are held.
-            steps: What is known of the masks of single tokens, which the host does not wait for.
+            steps: What is known of the masks of single tokens, which the host does not wait for before several come.
 
         Raises:
             ValueError: If it is such a mask, or has too few columns.
         """
         stored, total = self.memory is not None, self.length + tokens
         decoded = tokens == 1 and not self.fits(tokens)
+        fix = f"give one of [{self.batch}, {total}] that shows the same of them as before, and a 1 for a decoded token"
+        other = (
+            f"`attention_mask` shows other padding among {self.length} tokens in the cache than when they came, or "
+            "hides a decoded token; padding is not stored, so that it cannot change (on a GPU this may be found a step "
+            f"late): {fix}"
+        )
+        if tokens > 1 and steps.settle():
+            raise ValueError(other)
         if not (stored or decoded or self.padding):
             return
-        fix = f"give one of [{self.batch}, {total}] that shows the same of them as before, and a 1 for a decoded token"
         if mask is None:
             if self.padding:
                 raise ValueError(
@@ -222,11 +229,7 @@ class SparseCoordinator:
         if decoded and not stored:
             same &= seen[:, -1].all()
         if steps.failed(same) if tokens == 1 else not same:
-            raise ValueError(
-                f"`attention_mask` shows other padding among {self.length} tokens in the cache than when they came, or "
-                "hides a decoded token; padding is not stored, so that it cannot change (on a GPU this may be found a "
-                f"step late): {fix}"
-            )
+            raise ValueError(other)
 
     def _check(self, parts: Sequence[Tensor]) -> None:
         if self.length == 0:

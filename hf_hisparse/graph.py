@@ -14,10 +14,12 @@ import gc
 import inspect
 import threading
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ SETTINGS = ("use_cache", "return_dict", "logits_to_keep")
 _alone = threading.RLock()
 """Held while a step is warmed up or captured. What that watches or turns off is of the whole process: the warnings, how
 PyTorch reports that the host waits, garbage collection. One thread at a time does it."""
+
+SYNCHRONISING = "synchronizing CUDA operation"
+"""In the warning of PyTorch's that the host waits for the device."""
 
 HOOKS = ("hf_hisparse.", "transformers.utils.output_capturing")
 """Modules whose hooks do nothing that a replay leaves undone. The second records layers' outputs, when asked to."""
@@ -72,27 +77,42 @@ class Stepping(Protocol):
 
 
 class Recorder:
-    """Captures functions in CUDA graphs, on a stream of its own."""
+    """Captures functions in CUDA graphs, on a stream that no other recorder has as long as it lives."""
 
     device_type = "cuda"
 
+    _idle: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
+    """Streams of recorders that are gone. Libraries keep memory for every stream that they were ever called on, cuBLAS
+    32 MiB on Hopper: there are to be no more streams than recorders at a time. Nor fewer: a graph goes on using that
+    memory, and graphs may be replayed at once."""
+
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._give_back: Callable[[], object] = lambda: None
+
+    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None or self._stream.device != device:
+            self._give_back()
+            idle = self._idle[device]
+            if idle:
+                # The last graph of the recorder that is gone may still run.
+                torch.cuda.synchronize(device)
+            self._stream = idle.pop() if idle else torch.cuda.Stream(device)
+            self._give_back = weakref.finalize(self, idle.append, self._stream)
+        return self._stream
 
     @contextlib.contextmanager
     def _aside(self, device: torch.device) -> Iterator[torch.cuda.Stream]:
         """The stream of its own, behind what the current one does, which waits for it in turn."""
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        current = torch.cuda.current_stream(device)
-        self._stream.wait_stream(current)
+        stream, current = self._own_stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
         with torch.cuda.device(device):
             try:
-                yield self._stream
+                yield stream
             finally:
                 # A capture that fails leaves its stream the current one. Setting it sets the current device too.
                 torch.cuda.set_stream(current)
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
 
     def warm_up(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
         """Runs a function where it will be captured, so that what is made at first use is there.
@@ -141,10 +161,10 @@ def waits() -> Iterator[list[str]]:
         mine: list[warnings.WarningMessage] = []
 
         def show(*args: Any, **kwargs: Any) -> None:
-            # Other threads warn of what they do.
+            # Other threads warn of what they do; that they wait, of which nobody but this one has asked to hear.
             if threading.get_ident() == thread:
                 mine.append(warnings.WarningMessage(*args, **kwargs))
-            else:
+            elif mode or SYNCHRONISING not in str(args[0]):
                 shown(*args, **kwargs)
 
         warnings.showwarning = show
@@ -155,7 +175,7 @@ def waits() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     for warning in mine:
-        if "synchronizing CUDA operation" in str(warning.message):
+        if SYNCHRONISING in str(warning.message):
             found.append(f"the host waits for the device at {warning.filename}:{warning.lineno}")
         elif "Synchronization debug mode" not in str(warning.message):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -424,7 +444,7 @@ class Snapshot:
                 for state in self._adapters
             ],
             [
-                # Within a step that is captured these three are one, in whichever thread.
+                # Within a step that is captured these three are one.
                 "batched_mm" if value in ("eager", "grouped_mm") else value
                 for config in (self.model.config, self.model.get_decoder().config)
                 for value in (

@@ -11,7 +11,8 @@ from torch import Tensor
 class LateCheck:
     """Whether one of several truths, found on a device one after another, is false.
 
-    On the CPU that is known at once. A GPU is not waited for: what it found is heard of in a call or so later.
+    On the CPU that is known at once. A GPU is not waited for: what it found is heard of in a call or so later, or when
+    it is waited for by `settle`.
     """
 
     def __init__(self) -> None:
@@ -36,4 +37,9 @@ class LateCheck:
             self._all.copy_(true)
         self._known.copy_(self._all, non_blocking=True)
         self._told.record(torch.cuda.current_stream(true.device))
+        return failed
+
+    def settle(self) -> bool:
+        """Whether one is false of which nothing was told. Waits for the device, if there were any."""
+        failed, self._all = self._all is not None and not self._all, None
         return failed

@@ -6,6 +6,7 @@ tokens. Beyond, a sequence of a batch gives what it gives alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -480,3 +481,21 @@ def test_a_mask_may_change_while_attention_is_dense(tiny):
         forward(model, ids[:, t : t + 1], cache, then[:, : t + 1])
     with pytest.raises(ValueError, match="shows other padding"):
         forward(model, ids[:, :1], cache, torch.ones(2, 61, dtype=torch.int64, device=DEVICE))
+        # A GPU was not waited for, and is now.
+        forward(model, ids[:, :2], cache, torch.cat((then, torch.ones_like(then[:, :3])), dim=1))
+    assert cache.get_seq_length() == (60 if DEVICE.type == "cpu" else 61)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_mask_that_changed_at_last_is_told_of_when_the_history_is_forgotten(caplog, monkeypatch):
+    """And is held against no history to come."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, ids, mask = make_model("llama").cuda(), random_ids(2, 60).cuda(), padding("holes", 2, 60, 70).cuda()
+    cache = HierarchicalSparseCache(model, **GQA)
+    for turn in range(3):
+        forward(model, ids, cache, mask[:, :60])
+        forward(model, ids[:, :1], cache, mask[:, :61])
+        if turn == 1:
+            forward(model, ids[:, :1], cache, torch.ones_like(mask[:, :62]))
+        cache.reset()
+        assert caplog.text.count("showed other padding") == (turn > 0)

@@ -33,6 +33,7 @@ from tests.helpers import (
     same_bits,
 )
 from tests.test_cache_api import state_of, steps
+from tests.test_graph import model_of
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -294,9 +295,8 @@ def test_layers_that_share_a_selection_are_dense_together(dense_layers):
 @pytest.mark.parametrize("longest", [30, 64], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
 def test_a_history_past_the_longest(name, longest):
-    model, options = make_model(name), GQA if name == "llama" else {}
-    # Without a graph, for which experts are multiplied by another kernel.
-    cache = HierarchicalSparseCache(model, **options, max_cache_len=longest, cuda_graph=False)
+    model, options = model_of(name), GQA if name == "llama" else {}
+    cache = HierarchicalSparseCache(model, **options, max_cache_len=longest)
     with pytest.raises(ValueError, match=f"0 tokens in the cache and {longest + 1} new ones pass `max_cache_len="):
         forward(model, random_ids(1, longest + 1), cache)
     assert cache.get_seq_length() == 0 and cache.stats().host_bytes == 0
@@ -511,15 +511,14 @@ def test_a_history_that_does_not_fit_any_more_has_grown_in_no_layer(monkeypatch)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
 def test_the_longest_history_has_its_memory_from_the_beginning(monkeypatch, name, prompt):
     monkeypatch.setattr(host_store, "SLAB_BYTES", 256)
-    model, options = make_model(name), GQA if name == "llama" else {}
+    model, options = model_of(name), GQA if name == "llama" else {}
     ids, grown = random_ids(2, 100), HierarchicalSparseCache(model, **options)
     expected = decode(model, ids, grown, prompt)
     grown.crop(-80)
     again = steps(model, ids[:, 20:], grown)
     layers = len(model.model.layers)
     made = fails_at(monkeypatch, layers)
-    # Without a graph, for which experts are multiplied by another kernel.
-    cache = HierarchicalSparseCache(model, **options, max_cache_len=100, cuda_graph=False)
+    cache = HierarchicalSparseCache(model, **options, max_cache_len=100)
     first = forward(model, ids[:, :prompt], cache)[:, -1:]
     held = cache.stats().host_bytes
     assert len(made) == layers and sum(made) == held

@@ -12,8 +12,10 @@ import functools
 import gc
 import inspect
 import logging
+import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +29,7 @@ from hf_hisparse import HierarchicalSparseCache, graph, ops, patch_model, unpatc
 from hf_hisparse.algorithms import KeyScoring, LightningIndexer
 from hf_hisparse.algorithms.base import Representations
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.graph import GraphedForward, convert
+from hf_hisparse.graph import GraphedForward, Recorder, convert
 from hf_hisparse.memory import Memory, host_store
 from hf_hisparse.memory.device_buffer import DeviceBuffer
 from hf_hisparse.memory.host_store import HostStore
@@ -867,6 +869,36 @@ def test_experts_are_multiplied_at_once_in_a_step_that_may_be_captured(implement
     assert model.config._experts_implementation == implementation
 
 
+def test_there_are_no_more_streams_than_recorders_at_a_time(monkeypatch):
+    """Libraries keep memory for each."""
+
+    class Stream:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(Recorder, "_idle", defaultdict(list))
+    one, two = torch.device("cuda", 0), torch.device("cuda", 1)
+    kept = Recorder()
+    first = kept._own_stream(one)
+    assert kept._own_stream(one) is first
+    others = set()
+    for _ in range(40):
+        # One that goes gives its stream back, and so does one whose model moves to another device.
+        other = Recorder()
+        streams = [other._own_stream(device) for device in (one, two, one)]
+        assert [stream.device for stream in streams] == [one, two, one] and streams[0] is streams[2]
+        others.update(streams)
+        del other
+    assert len(others) == 2 and first not in others and kept._own_stream(one) is first
+    # Whatever the one before has left the device to do is done.
+    assert waited == [one] + [one, two, one] * 39
+    several = [Recorder() for _ in range(5)]
+    assert len({recorder._own_stream(one) for recorder in (kept, *several)}) == 6
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -963,6 +995,69 @@ def test_a_thousand_steps_allocate_nothing(kind):
 
 
 @gpu
+@pytest.mark.parametrize("kind", ["llama-rabitq", "deepseek"])
+def test_a_cache_that_is_gone_leaves_no_memory(kind):
+    """Nor do 40 in turn, and 10 in threads that end: more than PyTorch has streams to give."""
+    model = on_gpu(kind)
+
+    def once() -> None:
+        cache = HierarchicalSparseCache(model, **MODELS[kind][1], max_cache_len=300)
+        prefill(model, random_ids(2, 120).cuda(), cache)
+        for t in range(4):
+            step(model, random_ids(2, 1, seed=t).cuda(), cache)
+        assert cache.graphed.replayed == 3
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=once)
+        thread.start()
+        thread.join()
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for _ in range(2):
+        once()
+        in_a_thread()
+    before = held()
+    for _ in range(10):
+        in_a_thread()
+    for _ in range(30):
+        once()
+    assert held() == before
+
+
+@gpu
+def test_histories_are_written_while_another_thread_captures():
+    """By more stores than PyTorch has streams to give."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stores = [HostStore(1, 16, torch.float32, device) for _ in range(40)]
+    written = [torch.full((1, 8, 16), float(i), device=device) for i in range(40)]
+    for store in stores:
+        store.reserve(8)
+    total = torch.zeros(4, device=device)
+
+    def write() -> None:
+        for store, items in zip(stores, written, strict=True):
+            store.write(items, 0)
+
+    def captured() -> None:
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        total.add_(1)
+
+    torch.cuda.synchronize()
+    replay, _ = Recorder().record(captured, device)
+    torch.cuda.synchronize()
+    assert all(torch.equal(store.read(0, 8), items) for store, items in zip(stores, written, strict=True))
+    for _ in range(3):
+        replay()
+    assert total.tolist() == [3] * 4
+
+
+@gpu
 @pytest.mark.parametrize("change", [change_weight, change_parameter, add_adapter, change_module, change_buffer])
 def test_a_model_that_changed_is_captured_anew_on_a_gpu(change):
     model: Any = on_gpu("llama-rabitq")
@@ -1035,3 +1130,16 @@ def test_warnings_of_the_warm_up_are_passed_on():
         torch.ones(1, device="cuda").item()
         warnings.warn("of another kind", stacklevel=1)
     assert len(found) == 1 and torch.cuda.get_sync_debug_mode() == 0
+
+
+@gpu
+def test_other_threads_are_not_warned_that_they_wait():
+    def wait() -> None:
+        torch.ones(1, device="cuda").item()
+        warnings.warn("of another kind", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as caught, graph.waits() as found:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert found == [] and [str(each.message) for each in caught] == ["of another kind"]

@@ -6,10 +6,12 @@ process of its own. To run one of them there: `TRITON_INTERPRET=1 pytest tests/t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -296,22 +298,51 @@ def test_no_synchronisation_and_capture():
         arguments[-1].sub_(700)
 
 
-@pytest.mark.gpu
-def test_a_gpu_without_triton_scores_in_pytorch_and_says_why_once(monkeypatch):
+@pytest.fixture
+def dispatch() -> Any:
+    """The module that chooses between kernel and PyTorch, as when neither was ever called."""
     import hf_hisparse.ops as module
 
+    for cached in (module._unavailable, module._warn):
+        cached.cache_clear()
+    yield module
+    for cached in (module._unavailable, module._warn):
+        cached.cache_clear()
+
+
+def scored_in_pytorch(score: Callable[..., Tensor], case: Case, device: str) -> str:
+    """Scores a case twice, and in threads, and returns what the one warning says."""
+    arguments = [each.to(device) if isinstance(each, Tensor) else each for each in case]
+    expected = reference.in_pytorch(ops.score_indexer, *arguments)
+    case.check(expected.cpu())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [score(*arguments) for _ in range(2)]
+        with ThreadPoolExecutor(4) as threads:
+            found += threads.map(lambda _: score(*arguments), range(40))
+    assert all(torch.equal(each, expected) for each in found)
+    (warning,) = [each for each in caught if "indexer's scores are computed in PyTorch" in str(each.message)]
+    assert warning.category is RuntimeWarning
+    # For others the kernel is there as before.
+    assert not ops.score_indexer._disabled_kernel
+    return str(warning.message)
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_triton_scores_in_pytorch_and_says_why_once(dispatch, monkeypatch):
     def fails(index):
         raise RuntimeError("no compiler, on purpose")
 
-    module._triton_runs.cache_clear()
-    case = Case.random(2, 3)
-    arguments = [each.cuda() if isinstance(each, Tensor) else each for each in case]
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if importlib.util.find_spec("triton") is not None:
-            patch.setattr("hf_hisparse.ops.triton.probe", fails)
-        for _ in range(2):
-            case.check(ops.score_indexer(*arguments).cpu())
-    module._triton_runs.cache_clear()
-    (warning,) = [each for each in caught if "indexer's scores are computed in PyTorch" in str(each.message)]
-    assert warning.category is RuntimeWarning
+    if importlib.util.find_spec("triton") is not None:
+        monkeypatch.setattr("hf_hisparse.ops.triton.probe", fails)
+    said = scored_in_pytorch(ops.score_indexer, Case.random(2, 3), "cuda")
+    assert "no compiler, on purpose" in said or importlib.util.find_spec("triton") is None
+
+
+@needs_triton
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_dtype_that_the_kernel_does_not_take_is_scored_in_pytorch_and_says_so_once(dispatch, monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(dispatch, "_unavailable", functools.cache(lambda index: None))
+    score = ops.score_indexer if device == "cuda" else dispatch._score_indexer
+    assert "float64" in scored_in_pytorch(score, Case.random(2, 3, dtype=torch.float64), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -316,6 +317,67 @@ def test_a_thread_that_fails_leaves_the_others_alone(name, error):
     assert same_bits(decode(model, ids, dense_cache(model), 60), dense)
     unpatch_model(model)
     assert state_of(model) == state and patched != state
+
+
+@cpu
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_another_thread_has_its_own_experts_in_the_middle_of_a_step(implementation):
+    """Prompts, and forwards over other caches, run as they do without a step of somebody else's."""
+    model: Any = make_model("deepseek_v32")
+    model.set_experts_implementation(implementation)
+    config, ids = model.config, random_ids(2, 66)
+    dense, prompt = decode(model, ids, dense_cache(model), 60), forward(model, ids, new(model, "deepseek"))
+    cache, main = graphed(model, {}), threading.get_ident()
+    forward(model, ids, cache)
+    every = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    experts, seen, found = every[1], {True: set(), False: set()}, []
+    original = type(experts).forward
+
+    def within(*args: Any, **kwargs: Any) -> Tensor:
+        seen[threading.get_ident() == main] |= {module.config._experts_implementation for module in every}
+        if threading.get_ident() == main:
+            found.extend(
+                at_once(
+                    lambda: decode(model, ids, dense_cache(model), 60),
+                    lambda: forward(model, ids, new(model, "deepseek")),
+                )
+            )
+        return original(experts, *args, **kwargs)
+
+    experts.forward = within
+    for t in range(3):
+        step(model, ids[:, t : t + 1], cache)
+    assert seen == {True: {"batched_mm"}, False: {implementation}} and replays(cache) == 2
+    assert all(same_bits(*pair) for pair in zip(found[::2], [dense] * 4, strict=True))
+    assert all(same_bits(*pair) for pair in zip(found[1::2], [prompt] * 4, strict=True))
+    assert all(module.config is config for module in every)
+
+
+@cpu
+def test_a_model_that_is_copied_in_the_middle_of_a_step_is_copied_whole():
+    model: Any = make_model("deepseek_v32")
+    ids, cache, copies = random_ids(2, 66), graphed(model, {}), []
+    expected = decode(model, ids, new(model, "deepseek"), 60)
+    forward(model, ids, cache)
+    projection = model.model.layers[1].self_attn.o_proj
+
+    def copying(x: Tensor) -> Tensor:
+        if not copies:
+            copies.extend(
+                (
+                    copy.deepcopy(model),
+                    pickle.dumps([module.config for module in model.model.modules() if hasattr(module, "config")]),
+                )
+            )
+        return type(projection).forward(projection, x)
+
+    projection.forward = copying
+    step(model, ids[:, :1], cache)
+    copied, configs = copies
+    assert all(type(each) is type(model.config) for each in pickle.loads(configs))
+    assert {id(module.config) for module in copied.model.modules() if hasattr(module, "config")} == {id(copied.config)}
+    unpatch_model(copied)
+    assert same_bits(decode(copied, ids, new(copied, "deepseek"), 60), expected)
 
 
 def test_a_model_is_patched_once_by_however_many_threads(often):

@@ -57,7 +57,9 @@ class HostStore:
         self._next_bytes = 0
         self._spare: Tensor | None = None
         """What `select` will need for more rows."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of another priority than those that are captured on: PyTorch has 32 streams of each, which it hands out in
+        # turn, and what is written on one that another thread captures on would become part of the capture.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
 
     @property

@@ -24,6 +24,7 @@ from hf_hisparse.algorithms import ALGORITHMS, AUTO, KeyScoring
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.layout import ItemLayout
+from hf_hisparse.models.config_view import ConfigView
 
 
 NAME = "hisparse"
@@ -46,12 +47,13 @@ def hisparse_attention_forward(
 ALL_ATTENTION_FUNCTIONS.register(NAME, hisparse_attention_forward)
 
 
-class _ConfigView:
+class _AttentionView(ConfigView):
     """A config that names an attention function of ours to threads that have entered the module, each its own, and is
     the module's own in everything else."""
 
     def __init__(self, config: Any, entered: dict[int, tuple[weakref.ref[SparseCoordinator], str]]):
-        self._config, self._entered = config, entered
+        super().__init__(config)
+        self._entered = entered
 
     @property
     def _attn_implementation(self) -> str:
@@ -60,9 +62,6 @@ class _ConfigView:
             return COMPILED
         _, name = self._entered.get(threading.get_ident(), (None, None))
         return name or self._config._attn_implementation
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
 
 
 def given_cache(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
@@ -196,7 +195,7 @@ class AttentionPatch:
 
     def _replace(self) -> None:
         """Changes of the module what its forward, run by a thread that has entered it, is to find changed."""
-        self.module.config = _ConfigView(self.config, self._entered)
+        self.module.config = _AttentionView(self.config, self._entered)
 
     def _restore(self) -> None:
         """Undoes `_replace`."""

@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
 from hf_hisparse.models.dsa import LatentPatch
+from hf_hisparse.models.experts import Experts
 from hf_hisparse.models.regional import CompiledLayers
 
 
 PATCHES: tuple[type[AttentionPatch], ...] = (LatentPatch, AttentionPatch)
 """The model families, the most particular first."""
 
-_switching = threading.Lock()
-"""Held while experts are switched."""
 _patching = threading.Lock()
 """Held while a model is patched or unpatched: two threads may make the first two caches of a model at once."""
 
@@ -50,18 +49,15 @@ class ModelPatch:
                 self.refusals[module.layer_idx] = reason
         self.compiled: CompiledLayers | None = None
         """Its layers compiled, once that was asked for."""
-        self._experts = experts_configs(decoder)
-        self._switched: list[tuple[Any, str]] = []
-        self._switching: set[int] = set()
-        """Threads whose step wants experts switched."""
+        self._experts = Experts(decoder)
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
     def _before(self, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        # An interrupt, unlike an error, calls no hook: a forward that was may have left experts switched.
-        self._switch_back()
+        # An interrupt, unlike an error, calls no hook: a step may have been left without its end.
+        self._experts.end()
         cache: Any = given_cache(args, kwargs)
         if not hasattr(cache, "begin_forward"):
             return None
@@ -81,7 +77,7 @@ class ModelPatch:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         cache.begin_forward(decoder, batch, tokens, mask)
         if cache.replays(tokens, inputs.device):
-            self._switch()
+            self._experts.begin()
         mask = kwargs.get("attention_mask", ())
         if tokens > 1 and isinstance(mask, Tensor) and cache.steps(tokens):
             # The tokens of a draft are stored one by one, each as far as it sees those before it.
@@ -101,37 +97,15 @@ class ModelPatch:
             kwargs = kwargs | {"attention_mask": mask}
         return args, kwargs
 
-    def _switch(self) -> None:
-        """Has every token multiplied by its experts at once, as `generate` does when it decodes on a GPU.
-
-        One expert after the other, or in groups where PyTorch has no kernel for that, the host reads which are chosen.
-        """
-        with _switching:
-            self._switching.add(threading.get_ident())
-            for config in self._experts:
-                if config._experts_implementation in ("eager", "grouped_mm"):
-                    self._switched.append((config, config._experts_implementation))
-                    config._experts_implementation_internal = "batched_mm"
-
-    def _switch_back(self) -> None:
-        """Undoes `_switch`, once no thread wants it."""
-        if self._switching and threading.get_ident() in self._switching:
-            with _switching:
-                self._switching.discard(threading.get_ident())
-                while self._switched and not self._switching:
-                    config, name = self._switched.pop()
-                    config._experts_implementation_internal = name
-
     def _after(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        self._switch_back()
+        self._experts.end()
         end: Callable | None = getattr(given_cache(args, kwargs), "end_forward", None)
         if end is not None:
             end(failed=output is None)
 
     def remove(self) -> None:
         """Takes every hook off."""
-        self._switching &= {threading.get_ident()}
-        self._switch_back()
+        self._experts.remove()
         for handle in self._handles:
             handle.remove()
         for patch in self.layers.values():
@@ -174,12 +148,6 @@ def newest_mask(mask: Tensor | None, batch: int, length: int, tokens: int, devic
                 f"padding mask of [{batch}, {total}]"
             )
     return newest.expand(batch, -1, -1, -1)
-
-
-def experts_configs(decoder: Any) -> list[Any]:
-    """The configs that say how a decoder's experts are multiplied, where that can be chosen."""
-    experts = (module for module in decoder.modules() if hasattr(module, "_apply_gate"))
-    return list({id(module.config): module.config for module in experts}.values())
 
 
 class PatchedForward:

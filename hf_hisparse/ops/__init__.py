@@ -12,6 +12,7 @@ import torch
 from hf_hisparse.ops.reference import (
     append,
     encode_rabitq,
+    in_pytorch,
     list_tokens,
     merge_runs,
     score_indexer,
@@ -96,8 +97,8 @@ def _select_rabitq(*args):
 
 
 @functools.cache
-def _triton_runs(index):
-    """Whether Triton's kernels run on a device. If not, a warning says why. The first call compiles one."""
+def _unavailable(index):
+    """Why Triton's kernels cannot run on a device, None where they can. The first call compiles one."""
     try:
         from hf_hisparse.ops import triton
 
@@ -105,24 +106,31 @@ def _triton_runs(index):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Whatever it is, such as a compiler that is missing, there is another way to run.
-        warnings.warn(
-            "the indexer's scores are computed in PyTorch on the GPU, which is slower than the Triton kernel. "
-            f"The reason: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache
+def _warn(reason):
+    warnings.warn(
+        "the indexer's scores are computed in PyTorch on the GPU, which is slower than the Triton kernel. "
+        f"The reason: {reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 @score_indexer.register_kernel("cuda")
 def _score_indexer(query, *args):
-    if _triton_runs(query.device.index):
+    reason = _unavailable(query.device.index)
+    if reason is None:
         from hf_hisparse.ops import triton
 
-        return triton.score_indexer(query, *args)
-    with score_indexer.set_kernel_enabled("cuda", enabled=False):
-        return score_indexer(query, *args)
+        if query.dtype in triton.DTYPES:
+            return triton.score_indexer(query, *args)
+        reason = f"it takes no {query.dtype}"
+    _warn(reason)
+    return in_pytorch(score_indexer, query, *args)
 
 
 # Only backends that need Triton themselves ask for these two, and have found it.

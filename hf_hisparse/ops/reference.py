@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ def entry(slot: Tensor, step: Tensor) -> Tensor:
 def slot_of(entry: Tensor) -> Tensor:
     """The slot that an entry of `item_slot` names, or -1."""
     return torch.where(entry < 0, entry, entry & MAX_SLOTS - 1)
+
+
+def in_pytorch(op: Any, *args: Any) -> Any:
+    """What an op gives in PyTorch, on any device. To disable its kernel, as PyTorch can, would be for all threads."""
+    return op._init_fn(*args)
 
 
 def host_elements(first: int, count: int, dtype: torch.dtype) -> Tensor:
