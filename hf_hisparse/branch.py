@@ -11,8 +11,9 @@ from torch import Tensor
 
 @functools.cache
 def _side(index: int) -> torch.cuda.Stream:
-    """What a branch is captured on. Captures are made one at a time (`graph`)."""
-    return torch.cuda.Stream(index)
+    """What a branch is captured on. Captures are made one at a time (`graph`), and of this priority's streams, which
+    PyTorch deals out again and again, nobody else has one."""
+    return torch.cuda.Stream(index, priority=-2)
 
 
 class Branch:

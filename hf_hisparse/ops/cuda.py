@@ -262,10 +262,10 @@ def unavailable(index: int) -> str | None:
 
 
 @functools.cache
-def _warn(reason: str) -> None:
+def _warn(reason: str, remedy: str) -> None:
     warnings.warn(
         "the CUDA kernels of hf_hisparse cannot be used; its PyTorch ops, which are far slower and wait for the host, "
-        f"run instead. `pip install hf_hisparse[cuda]` installs what the kernels need. The reason: {reason}",
+        f"run instead. {remedy}The reason: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -273,10 +273,12 @@ def _warn(reason: str) -> None:
 
 def _falls_back(device: torch.device, reason: str | None = None) -> bool:
     """Whether the op runs as PyTorch, for that reason or because there are no kernels, after a warning that says so."""
-    reason = unavailable(device.index) or reason
-    if reason is not None:
-        _warn(reason)
-    return reason is not None
+    lacking = unavailable(device.index)
+    if lacking is not None:
+        _warn(lacking, "`pip install hf_hisparse[cuda]` installs what the kernels need. ")
+    elif reason is not None:
+        _warn(reason, "")
+    return lacking is not None or reason is not None
 
 
 @functools.cache
@@ -339,20 +341,20 @@ def swap_in(
         macros: Macros that the kernel is compiled with, for measurement.
     """
     if _falls_back(buffer.device):
-        with reference.swap_in.set_kernel_enabled("cuda", enabled=False):
-            return reference.swap_in(
-                selection,
-                slab_table,
-                items_per_slab,
-                buffer,
-                item_slot,
-                slot_item,
-                last_used,
-                clock,
-                totals,
-                log,
-                progress,
-            )
+        return reference.in_pytorch(
+            reference.swap_in,
+            selection,
+            slab_table,
+            items_per_slab,
+            buffer,
+            item_slot,
+            slot_item,
+            last_used,
+            clock,
+            totals,
+            log,
+            progress,
+        )
     rows, slots, elements = buffer.shape
     k = selection.shape[-1]
     item_bytes = elements * buffer.element_size()
@@ -433,20 +435,20 @@ def append(
 ) -> None:
     """`ops.append` on a CUDA device. Positions must lie within `slab_table` and `item_slot`: that is not checked."""
     if _falls_back(buffer.device):
-        with reference.append.set_kernel_enabled("cuda", enabled=False):
-            return reference.append(
-                token,
-                position,
-                page_size,
-                list(widths),
-                slab_table,
-                items_per_slab,
-                buffer,
-                item_slot,
-                slot_item,
-                last_used,
-                clock,
-            )
+        return reference.in_pytorch(
+            reference.append,
+            token,
+            position,
+            page_size,
+            list(widths),
+            slab_table,
+            items_per_slab,
+            buffer,
+            item_slot,
+            slot_item,
+            last_used,
+            clock,
+        )
     rows, slots, elements = buffer.shape
     _check("append", "token", token, buffer.dtype, (rows, sum(widths)), buffer.device)
     _check("append", "position", position, torch.int64, (rows,), buffer.device)
@@ -544,8 +546,7 @@ def top_k(
         blocks: Blocks a row, for measurement; None for what `heuristics` says.
     """
     if _falls_back(scores.device):
-        with reference.top_k.set_kernel_enabled("cuda", enabled=False):
-            return reference.top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+        return reference.in_pytorch(reference.top_k, scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
     rows, items = scores.shape
     _check("top_k", "scores", scores, torch.float32, (rows, items), scores.device)
     if (starts is None) != (lengths is None):
@@ -693,8 +694,7 @@ def score_quest(*arguments: Any) -> Tensor:
     """`ops.score_quest` on a CUDA device."""
     weighed = _weigh_quest(*arguments)
     if weighed is None:
-        with reference.score_quest.set_kernel_enabled("cuda", enabled=False):
-            return reference.score_quest(*arguments)
+        return reference.in_pytorch(reference.score_quest, *arguments)
     return _softmax_mass(weighed)
 
 
@@ -703,8 +703,7 @@ def select_quest(*arguments: Any) -> Tensor:
     *scoring, k, sink_tokens, recent_tokens = arguments
     weighed = _weigh_quest(*scoring)
     if weighed is None:
-        with reference.select_quest.set_kernel_enabled("cuda", enabled=False):
-            return reference.select_quest(*arguments)
+        return reference.in_pytorch(reference.select_quest, *arguments)
     page_size, _, starts, lengths = scoring[-4:]
     return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
@@ -728,8 +727,9 @@ def encode_rabitq(
     elif width > _RABITQ_WIDTH:
         reason = f"encode_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
     if _falls_back(key.device, reason):
-        with reference.encode_rabitq.set_kernel_enabled("cuda", enabled=False):
-            return reference.encode_rabitq(key, position, rotation, bits, scales, centres, total, count, block)
+        return reference.in_pytorch(
+            reference.encode_rabitq, key, position, rotation, bits, scales, centres, total, count, block
+        )
     device, capacity = key.device, bits.shape[1]
     key = key.contiguous()
     _check("encode_rabitq", "position", position, torch.int64, (rows,), device)
@@ -876,8 +876,7 @@ def score_rabitq(*arguments: Any) -> Tensor:
     """`ops.score_rabitq` on a CUDA device."""
     weighed = _weigh_rabitq(*arguments)
     if weighed is None:
-        with reference.score_rabitq.set_kernel_enabled("cuda", enabled=False):
-            return reference.score_rabitq(*arguments)
+        return reference.in_pytorch(reference.score_rabitq, *arguments)
     return _softmax_mass(weighed)
 
 
@@ -886,8 +885,7 @@ def select_rabitq(*arguments: Any) -> Tensor:
     *scoring, k, sink_tokens, recent_tokens = arguments
     weighed = _weigh_rabitq(*scoring)
     if weighed is None:
-        with reference.select_rabitq.set_kernel_enabled("cuda", enabled=False):
-            return reference.select_rabitq(*arguments)
+        return reference.in_pytorch(reference.select_rabitq, *arguments)
     page_size, _, starts, lengths = scoring[-4:]
     return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
