@@ -218,8 +218,6 @@ class Scripted(LogitsProcessor, ABC):
 
     def __init__(self, device: torch.device):
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._now: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Tables, and what they have for this step, which is looked up between steps: in one it would count."""
 
     @property
     @abstractmethod
@@ -247,20 +245,14 @@ class Scripted(LogitsProcessor, ABC):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.step += 1
-        for rows, now in self._now.values():
-            torch.index_select(rows, 0, self.step, out=now)
         return scores
 
     def _select(self, layer: int, coordinator: SparseCoordinator, own: Callable[..., Tensor], *args: Any) -> Tensor:
         selection, memory = own(*args), coordinator.memory
         if memory is None or selection[..., 0].numel() != memory.rows:
             return selection  # A short history, or a prompt whose every query selects.
-        table = self.table(layer, memory, coordinator.length, selection.shape[-1])
-        key = table.data_ptr(), memory.rows
-        if key not in self._now:
-            rows = table.expand(-1, memory.rows, -1)
-            self._now[key] = rows, rows.index_select(0, self.step)
-        return self._now[key][1].view(selection.shape)
+        rows = self.table(layer, memory, coordinator.length, selection.shape[-1]).expand(-1, memory.rows, -1)
+        return rows.index_select(0, self.step).view(selection.shape)
 
 
 class Overlapping(Scripted):
