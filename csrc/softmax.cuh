@@ -9,22 +9,31 @@
 
 #include "warp.cuh"
 
-// Of every head M and 1 / S, to `norms`. All threads of a block of 32 warps take part; `scratch` is of max(group, 32).
+// Of every head M and 1 / S (0 for one that does not count), to `norms`. All threads of a block of 32 warps take part;
+// `scratch` is of max(group, 32).
 __device__ __forceinline__ void sum_partials(
     const float2* __restrict__ partials, int group, int chunks, float2* norms, float2* scratch
 ) {
+    constexpr int kBatch = 8;  // Loads that a thread has under way.
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int warps = max(1, 32 / group);  // A head.
+    const int warps = max(1, 32 / group), stride = 32 * warps;  // A head.
     for (int part = warp; part < group * warps; part += 32) {
         const int head = part / warps;
         const float2* const mine = partials + static_cast<long long>(head) * chunks;
         float largest = -INFINITY, sum = 0;
-#pragma unroll 8
-        for (int c = (part - head * warps) * 32 + lane; c < chunks; c += 32 * warps) {
-            const float2 chunk = mine[c];
-            const float larger = fmaxf(largest, chunk.x);
-            sum = sum * power(largest, larger) + chunk.y * power(chunk.x, larger);
-            largest = larger;
+        for (int first = (part - head * warps) * 32 + lane; first - lane < chunks; first += kBatch * stride) {
+            float2 chunk[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int c = first + i * stride;
+                chunk[i] = c < chunks ? mine[c] : make_float2(-INFINITY, 0.0f);
+            }
+            const float before = largest;
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, chunk[i].x);
+            sum *= power(before, largest);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) sum += chunk[i].y * power(chunk[i].x, largest);
         }
         const float top = warp_max(largest);
         sum = warp_sum(sum * power(largest, top));
@@ -40,22 +49,5 @@ __device__ __forceinline__ void sum_partials(
     __syncthreads();
 }
 
-// Adds to the scores of `kCount` items, `step` apart from `first` on, what the heads give them; of those at `end` or behind
-// nothing. The order is that of the heads.
-template <int kCount>
-__device__ __forceinline__ void add_heads(
-    float (&scores)[kCount], const float* __restrict__ weights, const float2* __restrict__ partials,
-    const float2* norms, int group, int items, int chunks, int chunk_shift, int first, int step, int end
-) {
-#pragma unroll 2
-    for (int head = 0; head < group; ++head) {
-        const float2 norm = norms[head];
-        const float* const mine = weights + static_cast<long long>(head) * items;
-        const float2* const parts = partials + static_cast<long long>(head) * chunks;
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            const int i = first + j * step;
-            if (i < end && norm.y > 0) scores[j] += mine[i] * (power(parts[i >> chunk_shift].x, norm.x) * norm.y);
-        }
-    }
-}
+// What a weight of a chunk is multiplied by.
+__device__ __forceinline__ float factor_of(float largest, float2 norm) { return power(largest, norm.x) * norm.y; }

@@ -12,7 +12,7 @@
 
 #include "softmax.cuh"
 
-extern "C" __global__ void __launch_bounds__(1024) softmax_mass(
+extern "C" __global__ void __launch_bounds__(1024, 1) softmax_mass(
     const float* __restrict__ weights, const float2* __restrict__ partials, long long group_, long long chunks_,
     long long chunk_shift, float* __restrict__ scores, long long items_, long long row_blocks
 ) {
@@ -27,8 +27,14 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_mass(
     extern __shared__ float2 norms[];
     sum_partials(partials, group, chunks, norms, norms + group);
     for (int i = first + static_cast<int>(threadIdx.x); i < end; i += 1024) {
-        float score[1] = {};
-        add_heads(score, weights, partials, norms, group, items, chunks, static_cast<int>(chunk_shift), i, 0, end);
-        scores[i] = score[0];
+        const float2* const chunk = partials + (i >> static_cast<int>(chunk_shift));
+        float score = 0;
+#pragma unroll 4
+        for (int head = 0; head < group; ++head) {
+            const float weight = weights[static_cast<long long>(head) * items + i];
+            const float largest = chunk[static_cast<long long>(head) * chunks].x;
+            if (norms[head].y > 0) score += weight * factor_of(largest, norms[head]);
+        }
+        scores[i] = score;
     }
 }

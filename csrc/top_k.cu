@@ -3,7 +3,8 @@
 // In:   scores [rows, n] float32; starts and lengths [rows] int64, or null where every item is a candidate.
 // Out:  selection [rows, k] int32, ascending, padded with -1 at the end.
 // Where the macro MASS is defined the scores are yet to be completed (softmax.cuh), of weights [rows, group, n] and partials
-// [rows, group, chunks, 2], and are written to `scores` only where they are needed again.
+// [rows, group, chunks, 2]. A block's items must then fit shared memory, and before them, of every head and of every chunk
+// that a block's items may lie in, `block_chunks`, what its weights are multiplied by.
 //
 // An item is page_size tokens. Candidates are the items of tokens starts to lengths; of these, the items of the first
 // sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0
@@ -21,7 +22,7 @@
 //
 // Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
 // first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a
-// barrier 0.5; output 1.3. About 12. To complete scores of 4 heads: their partials 2, three more loads an item 1.5.
+// barrier 0.5; output 1.3. About 12. To complete scores of 4 heads: their partials 2, three more loads an item 2.
 
 #include "cluster.cuh"
 #include "softmax.cuh"
@@ -58,7 +59,7 @@ struct Scratch {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 #ifdef MASS
     const float* __restrict__ weights, const float2* __restrict__ partials, long long group_, long long chunks_,
-    long long chunk_shift, float* scores,
+    long long chunk_shift_, long long block_chunks_,
 #else
     const float* __restrict__ scores,
 #endif
@@ -69,17 +70,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     const int blocks = cluster_blocks(), block = cluster_rank();
     const long long row = cluster_id();
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    scores += row * n_;
     selection += row * k_;
 
     extern __shared__ float2 shared[];
     __shared__ Scratch scratch;
 #ifdef MASS
-    const int group = static_cast<int>(group_), chunks = static_cast<int>(chunks_);
+    const int group = static_cast<int>(group_), chunks = static_cast<int>(chunks_), chunk_shift = static_cast<int>(chunk_shift_);
+    const int block_chunks = static_cast<int>(block_chunks_);
     weights += row * group_ * n_;
     partials += row * group_ * chunks_;
-    unsigned* const held = reinterpret_cast<unsigned*>(shared + group + max(group, kWarps));
+    float2* const norms = shared;
+    float* const factors = reinterpret_cast<float*>(shared + group + max(group, kWarps));
+    unsigned* const held = reinterpret_cast<unsigned*>(factors + group * block_chunks);
 #else
+    scores += row * n_;
     unsigned* const held = reinterpret_cast<unsigned*>(shared);
 #endif
 
@@ -110,12 +114,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
             }
         }
     };
+#ifdef MASS
+    const int first_chunk = min(n, block * kWarps * run) >> chunk_shift;
+    const auto read = [&](float (&score)[kBatch], int base) {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) score[j] = 0;
+#pragma unroll 2
+        for (int head = 0; head < group; ++head) {
+            const float* const mine = weights + head * n_ + base;
+            const float* const factor = factors + head * block_chunks - first_chunk;
+            float weight[kBatch];
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) weight[j] = base + j * 32 < end ? mine[j * 32] : 0.0f;
+            if (norms[head].y > 0) {
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) score[j] += weight[j] * factor[min(base + j * 32, n - 1) >> chunk_shift];
+            }
+        }
+    };
+#else
     const auto read = [&](float (&score)[kBatch], int base) {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) score[j] = base + j * 32 < end ? scores[base + j * 32] : -INFINITY;
     };
+#endif
     // The same of keys that are kept in shared memory. A lane meets the items that it met before, without a barrier.
+#ifdef MASS
+    constexpr bool kept = true;
+#else
     const bool kept = run * kWarps <= kHeld;
+#endif
     unsigned* const keep = held + warp * run;
     const auto each = [&](auto body) {
         if (!kept) return each_of(read, body);
@@ -131,19 +159,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     for (int i = thread; i < kRounds * kBins; i += kThreads) (&scratch.bins[0][0])[i] = 0;
     if (thread < 2) scratch.taken[thread] = 0;
 #ifdef MASS
-    sum_partials(partials, group, chunks, shared, shared + group);
-    const auto read_first = [&](float (&score)[kBatch], int base) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) score[j] = 0;
-        add_heads(score, weights, partials, shared, group, n, chunks, static_cast<int>(chunk_shift), base, 32, end);
-        if (kept) return;
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            if (base + j * 32 < end) scores[base + j * 32] = score[j];
-        }
-    };
-#else
-    const auto& read_first = read;
+    sum_partials(partials, group, chunks, norms, norms + group);
+    const int own_chunks = min(block_chunks, chunks - first_chunk);
+    for (int i = thread; i < group * own_chunks; i += kThreads) {
+        const int head = i / own_chunks, chunk = i - head * own_chunks;
+        const float largest = partials[static_cast<long long>(head) * chunks + first_chunk + chunk].x;
+        factors[head * block_chunks + chunk] = factor_of(largest, norms[head]);
+    }
 #endif
     __syncthreads();
 
@@ -151,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     int shift = 32 - kBits, need = k, selected = k;
     unsigned threshold = 0;
     int* const bins = scratch.bins[0];
-    each_of(read_first, [&](int i, unsigned key) {
+    each_of(read, [&](int i, unsigned key) {
         if (kept && i < end) keep[i - begin] = key;
         atomicAdd(&bins[key >> (32 - kBits)], 1);  // Bin 0 has what is not to be selected, and nothing else.
     });

@@ -44,14 +44,19 @@ LAYERS = 4
 
 TOP_K_SIZES = [(1, TOKENS, 2048), (8, TOKENS // 32, 64), (8, TOKENS // 2, 1024), (64, TOKENS // 2, 1024)]
 """Rows, items and k: the DSA indexer's, Quest's, RaBitQ's, and RaBitQ's at batch 8."""
-KERNELS = {"quest": ("score_quest", "softmax_mass"), "rabitq": ("rotate_query", "score_rabitq", "softmax_mass")}
+COMPLETE, SELECT = ("softmax_mass", ()), ("top_k", ("MASS",))
+KERNELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "quest": (("score_quest", ()),),
+    "rabitq": (("rotate_query", ()), ("score_rabitq", (f"BYTES={WIDTH // 8}",))),
+}
+"""Of the first half of a score."""
 
 
 @contextlib.contextmanager
-def only(name: str) -> Iterator[None]:
+def only(name: str, macros: tuple[str, ...]) -> Iterator[None]:
     """Leaves all kernels out but one."""
-    launch, kernel = cuda._launch, cuda._kernel(name, DEVICE.index)
-    cuda._launch = lambda other, *arguments: launch(other, *arguments) if other is kernel else None
+    launch, kernel = cuda._launch, cuda._kernel(name, DEVICE.index, macros)
+    cuda._launch = lambda other, *args, **options: launch(other, *args, **options) if other is kernel else None
     try:
         yield
     finally:
@@ -161,13 +166,15 @@ def bench_scores(bench: Bench, rate: float, batches: Iterable[int]) -> Iterator[
             with slow[method].set_kernel_enabled("cuda", enabled=False):
                 plain = measure(bench, scores)["us"]
             yield common | {"op": "score"} | measure(bench, scores) | {"torch_us": plain, "floor_us": floor}
-            for name in KERNELS[method]:
-                with only(name):
-                    yield common | {"op": name} | measure(bench, scores)
+            retrieve = [layer.retrieve for layer in layers]
+            parts = [(*kernel, scores) for kernel in (*KERNELS[method], COMPLETE)] + [(*SELECT, retrieve)]
+            for name, macros, work in parts:
+                with only(name, macros):
+                    yield common | {"op": "complete and select" if work is retrieve else name} | measure(bench, work)
             k = TOP_K // layers[0].algorithm.page_size
-            times = measure(bench, [layer.retrieve for layer in layers])
+            times = measure(bench, retrieve)
             yield common | {"op": "retrieve", "k": k, "floor_us": floor} | times
-            del layers, scores
+            del layers, scores, retrieve, parts
 
 
 def bench_indexer(bench: Bench, rate: float, batches: Iterable[int]) -> Iterator[dict[str, Any]]:

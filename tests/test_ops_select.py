@@ -331,7 +331,7 @@ def test_scored_and_selected_at_once_is_the_best_of_the_scores(case, device):
 
 @gpu
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
-def test_scores_that_fit_no_shared_memory(method, monkeypatch):
+def test_scores_that_no_block_can_hold(method, monkeypatch):
     history = History(Case(method, 2, 2, 16, 40000, 1, F32)).on("cuda")
     whole = history.algorithm.score(history.query, history.items, history.scale, history.starts, history.lengths)
     scoring = history.query, history.items, history.scale, history.starts, history.lengths

@@ -42,6 +42,7 @@ from hf_hisparse.ops.heuristics import (
     rabitq_blocks,
     swap_in_shape,
     top_k_blocks,
+    top_k_chunks,
     top_k_shared_bytes,
 )
 
@@ -66,7 +67,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 MAX_K = ITEMS_PER_THREAD * MAX_THREADS
 MAX_PARTS = 4
-_SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES + 4096}
+_SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES + (9 << 10)}
 """The most dynamic shared memory of kernels that use much; every device from compute capability 8.0 on has it."""
 
 
@@ -570,7 +571,7 @@ def _top_k(
     recent_tokens: int,
     blocks: int | None = None,
 ) -> Tensor:
-    """The selection, of complete scores or of others."""
+    """The selection, of complete scores or of others, which are completed on the way if a block can hold them."""
     weights = scores.weights if isinstance(scores, Weighed) else scores
     rows, items, index = weights.shape[0], weights.shape[-1], weights.device.index
     selection = torch.empty(rows, k, dtype=torch.int32, device=weights.device)
@@ -580,18 +581,20 @@ def _top_k(
         return selection
     if blocks is None:
         blocks = top_k_blocks(rows, items, *_device(index))
+    macros: tuple[str, ...] = ()
     shared = top_k_shared_bytes(items, blocks)
+    source: tuple[int, ...] = (weights.data_ptr(),)
     if isinstance(scores, Weighed):
-        kernel = _kernel("top_k", index, ("MASS",))
         group = weights.shape[1]
-        completed = weights.new_empty(0 if shared else rows * items)
-        source: tuple[int, ...] = (*scores.arguments(), completed.data_ptr())
-        shared += 8 * (group + max(group, 32))
-    else:
-        kernel = _kernel("top_k", index)
-        source = (scores.data_ptr(),)
+        chunks = top_k_chunks(items, blocks, scores.chunk_items)
+        extra = 8 * (group + max(group, 32)) + 4 * group * chunks
+        if group and shared and shared + extra <= _SHARED_BYTES["top_k"]:
+            macros, shared, source = ("MASS",), shared + extra, (*scores.arguments(), chunks)
+        else:
+            completed = _softmax_mass(scores)
+            source = (completed.data_ptr(),)
     _launch(
-        kernel,
+        _kernel("top_k", index, macros),
         rows,
         MAX_THREADS,
         shared,

@@ -101,10 +101,20 @@ def top_k_blocks(rows: int, items: int, multiprocessors: int, clusters: bool) ->
     return blocks
 
 
+def top_k_items(items: int, blocks: int) -> int:
+    """Items that a block of the top-k kernel takes: of each of its 32 warps a multiple of 32."""
+    return -(-items // (blocks * MAX_THREADS)) * MAX_THREADS
+
+
 def top_k_shared_bytes(items: int, blocks: int) -> int:
     """Dynamic shared memory of the top-k kernel: its scores, if they fit."""
-    each = -(-items // (blocks * MAX_THREADS)) * MAX_THREADS
+    each = top_k_items(items, blocks)
     return 4 * each if each <= HELD_SCORES else 0
+
+
+def top_k_chunks(items: int, blocks: int, chunk_items: int) -> int:
+    """Chunks that the items of a block may lie in."""
+    return (top_k_items(items, blocks) - 1) // chunk_items + 2
 
 
 def rabitq_blocks(rows: int, units: int, multiprocessors: int) -> int:
