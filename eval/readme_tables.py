@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from eval import sweep
@@ -85,20 +86,22 @@ def needle(name: str = "needle") -> str:
 
 
 def accuracy(name: str = "accuracy-smollm2") -> str:
-    """Scores by budget, and how far they are from the dense cache's: a line for each length and method."""
+    """Scores by budget, means over tasks: a line for each length, kind of task and method."""
     run = load(name)
-    dense = {row["length"]: row["score"] for row in run["summary"] if row["method"] == "dense"}
-    rows = [row for row in run["summary"] if row["method"] != "dense"]
-    budgets = sorted({row["budget"] for row in rows})
-    lines: dict[tuple[int, str], dict[int, str]] = {}
-    for row in rows:
-        cell = f"{100 * row['score']:.1f} ({100 * row['difference']:+.1f})"
-        lines.setdefault((row["length"], row["method"]), {})[row["budget"]] = cell
-    body = [
-        [f"{length:,}", method, f"{100 * dense[length]:.1f}", *(found.get(budget, "") for budget in budgets)]
-        for (length, method), found in lines.items()
-    ]
-    head = ["length", "method", "dense", *(f"{budget:,}" for budget in budgets)]
+    kinds = {True: "needles", False: "variables and words"}
+    scores: dict[tuple[int, str, str], dict[int | None, list[float]]] = {}
+    for row in run["rows"]:
+        kind = kinds[row["task"].startswith("niah")]
+        of_budgets = scores.setdefault((row["length"], kind, row["method"]), {})
+        of_budgets.setdefault(row["budget"], []).append(100 * row["score"])
+    budgets = sorted({row["budget"] for row in run["rows"] if row["budget"] is not None})
+    body = []
+    for (length, kind, method), found in sorted(scores.items(), key=lambda item: item[0][:2]):
+        if method != "dense":
+            dense = scores[length, kind, "dense"][None]
+            cells = [f"{fmean(found[budget]):.1f}" if budget in found else "" for budget in budgets]
+            body.append([f"{length:,}", f"{len(dense)} of {kind}", method, f"{fmean(dense):.1f}", *cells])
+    head = ["tokens", "tasks", "method", "dense", *map(str, budgets)]
     return f"{table(head, body)}\n\n{source([name], run['environment'])}"
 
 

@@ -1,6 +1,7 @@
 """What records of `eval.accuracy` come to: scores, their difference from the dense cache's, tables and plots.
 
-`python -m eval.report FILE.json` makes the tables and plots of results anew, where matplotlib is.
+`python -m eval.report FILE.json` makes the tables and plots of results anew, where matplotlib is; of `FILE.jsonl`, the
+records of a run that has not ended, what it would write if it ended there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.common import table
+from eval.common import environment, table, write_results
 
 
 RESAMPLES = 10_000
@@ -262,12 +263,46 @@ def write(found: Sequence[dict[str, Any]], summed: Sequence[dict[str, Any]], out
     return "\n".join([text, *plots(found, summed, output)])
 
 
+def so_far(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of records of a run that has not ended, those of prompts that every setting has answered."""
+
+    def prompts(record: dict[str, Any]) -> Hashable:
+        return record["task"], record["length"], record["depth"], record["first"]
+
+    def setting(record: dict[str, Any]) -> Hashable:
+        return record["method"], record["budget"]
+
+    settings = {setting(record) for record in records}
+    groups = grouped(records, prompts).values()
+    return [record for group in groups if {setting(one) for one in group} == settings for record in group]
+
+
+def results_so_far(file: Path) -> dict[str, Any]:
+    """Makes of OUTPUT.jsonl what the run would write to OUTPUT.json, and writes it."""
+    common, *records = (json.loads(line) for line in file.read_text().splitlines())
+    found = so_far(records)
+    if not found:
+        raise ValueError(f"{file} has no prompts that every setting has answered yet")
+    began, ended = ({(record["task"], record["length"]) for record in some} for some in (records, found))
+    left_out = [f"{task} at {length:,}: not measured in every setting yet" for task, length in sorted(began - ended)]
+    names = [name for name in environment() if name in common]
+    where = {name: common.pop(name) for name in names} | {"command": environment()["command"]}
+    run = {"environment": where, **common, "left_out": left_out, "summary": summary(found)}
+    write_results(file.with_suffix(".json"), rows(found), **run)
+    return run | {"rows": rows(found)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Makes the tables and plots of results of `eval.accuracy` anew.")
-    parser.add_argument("file", type=Path, help="what it wrote, OUTPUT.json")
+    parser.add_argument(
+        "file", type=Path, help="OUTPUT.json, or OUTPUT.jsonl of a run that has not ended"
+    )
     file = parser.parse_args(argv).file
-    run = json.loads(file.read_text())
-    print(write(run["rows"], run["summary"], file.with_suffix("")))
+    try:
+        run = results_so_far(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
+        print(write(run["rows"], run["summary"], file.with_suffix("")))
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(f"{file}: {error}")
 
 
 if __name__ == "__main__":

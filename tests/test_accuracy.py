@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -514,16 +515,38 @@ def test_rows_and_tables():
 
 def test_the_table_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
-    environment = {"device": "a device", "torch": "1", "transformers": "2"}
-    summary = report.summary(RECORDS)
-    (tmp_path / "accuracy-smollm2.json").write_text(json.dumps({"environment": environment, "summary": summary}))
+    where = {"device": "a device", "torch": "1", "transformers": "2"}
+    records = [record | {"task": f"niah_{record['task']}"} for record in RECORDS] + RECORDS
+    results = {"environment": where, "rows": report.rows(records)}
+    (tmp_path / "accuracy-smollm2.json").write_text(json.dumps(results))
     text = readme_tables.fill("<!-- table: accuracy -->\nold\n<!-- end -->")
-    assert (
-        "| 4,096  | quest  | 41.7  | 66.7 (+25.0) |" in text and "accuracy-smollm2.json" in text and "old" not in text
-    )
+    for kind in ("needles", "variables and words"):
+        assert re.search(rf"\| 4,096 +\| 2 of {kind} +\| quest +\| 41\.7 +\| 66\.7 +\|", text)
+    assert "accuracy-smollm2.json" in text and "old" not in text
     # A file that no table is made of may be missing.
     (tmp_path / "accuracy-smollm2.json").unlink()
     assert readme_tables.fill("no table") == "no table"
+
+
+def test_what_there_is_of_a_run_that_has_not_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "plots", lambda *args: [])
+    where = {"commit": "abc", "torch": "1", "transformers": "2", "device": "a device"}
+    more = [record | {"first": 1000} for record in RECORDS] + [record | {"length": 9} for record in RECORDS]
+    lines = [where | {"model": "a model"}, *RECORDS]
+    file = tmp_path / "run.jsonl"
+    # Prompts that only some settings have answered count in none, and a task of which there are no others not at all.
+    for extra in ([], [record for record in more if record["method"] == "dense"]):
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines + extra))
+        report.main([str(file)])
+        found = json.loads((tmp_path / "run.json").read_text())
+        assert found["rows"] == json.loads(json.dumps(report.rows(RECORDS)))
+        assert found["summary"] == json.loads(json.dumps(report.summary(RECORDS)))
+        assert found["model"] == "a model" and found["environment"] == where | {"command": ANY}
+        assert len(found["left_out"]) == (2 if extra else 0)
+        assert (tmp_path / "run.md").read_text() == report.tables(report.rows(RECORDS), report.summary(RECORDS))
+    file.write_text("".join(json.dumps(line) + "\n" for line in [lines[0], RECORDS[0], RECORDS[-1] | {"first": 7}]))
+    with pytest.raises(SystemExit):
+        report.main([str(file)])
 
 
 def test_plots(tmp_path):
