@@ -242,8 +242,12 @@ class Kernel:
         return device.create_stream(Borrowed())
 
 
-@functools.cache
 def _kernel(name: str, index: int, macros: tuple[str, ...] = ()) -> Kernel:
+    return _loaded(name, index, macros)
+
+
+@functools.cache
+def _loaded(name: str, index: int, macros: tuple[str, ...]) -> Kernel:
     with torch.cuda.device(index):
         kernel = Kernel((source_directory() / f"{name}.cu").read_text(), name, index, macros)
         if name in _SHARED_BYTES:
