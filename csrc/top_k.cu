@@ -22,7 +22,8 @@
 //
 // Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
 // first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a
-// barrier 0.5; output 1.3. About 12. To complete scores of 4 heads: their partials 2, three more loads an item 2.
+// barrier 0.5; output 1.3. About 12. Measured: 14; of 8 rows of 65536 likewise. To complete the scores of 4 heads: their
+// partials 2, three more loads an item 2; measured, 5.
 
 #include "cluster.cuh"
 #include "softmax.cuh"
