@@ -427,11 +427,13 @@ def test_beams_that_begin_with_one_prompt(allocations, model, method):
     forward(model, ids[:, :-1], caches[0])
     caches[0].batch_repeat_interleave(3)
     forward(model, ids[:, :-1].expand(3, -1), caches[1])
+    alike = [different(cache) for cache in caches]
     outputs = [generate(model, ids, cache, 12, num_beams=3, output_scores=True) for cache in caches]
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     torch.testing.assert_close(outputs[0].sequences_scores, outputs[1].sequences_scores)
-    for cache in caches:
-        assert cache.stats().host_bytes < cache.stats().dense_bytes / 2
+    for cache, number in zip(caches, alike, strict=True):
+        assert cache.stats().host_bytes < cache.stats().dense_bytes / 2 or max(number) > 1
+    assert max(alike[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -533,15 +535,12 @@ def test_what_is_generated_of_one_prompt_holds_it_once(allocations, monkeypatch,
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}, {"offload": False}], ids=["grows", "room", "resident"])
-@pytest.mark.parametrize("chunks", [[150], [20, 130], [90, 60], [60, 50, 40]], ids=str)
-@pytest.mark.parametrize("mask", ["whole", "holes"])
-def test_what_is_the_same_is_held_once_until_it_differs(allocations, monkeypatch, model, method, options, chunks, mask):
+@pytest.mark.parametrize("chunks", [[150], [20, 130], [60, 50, 40]], ids=str)
+def test_what_is_the_same_is_held_once_until_it_differs(allocations, monkeypatch, model, method, options, chunks):
     """Sequences that are the same but for their masks differ, and each goes on as if nothing was shared."""
-    kinds = torch.tensor([0, 1, 0, 2, 2, 0], device=DEVICE)
-    ids, seen = random_ids(3, 150)[kinds], torch.ones(6, 210, dtype=torch.int64, device=DEVICE)
-    if mask == "holes":
-        seen[5, 3:40:4] = 0
-        kinds[5] = 3
+    kinds = torch.tensor([0, 1, 0, 2, 2, 3], device=DEVICE)
+    ids, seen = random_ids(3, 150)[kinds % 3], torch.ones(6, 210, dtype=torch.int64, device=DEVICE)
+    seen[5, 3:40:4] = 0
     logits = []
     for _ in range(2):
         cache, past, found = new(model, method, **options), 0, []
@@ -550,7 +549,7 @@ def test_what_is_the_same_is_held_once_until_it_differs(allocations, monkeypatch
             past += count
         # Where there was room for all of it before, there is nothing to save.
         if not logits and (not options or "max_cache_len" in options and chunks[0] > 40):
-            assert different(cache)[0] == copies(cache)[0] == len(kinds.unique())
+            assert different(cache)[0] == copies(cache)[0] == 4
             assert all(0 < held <= number for held, number in zip(copies(cache), different(cache), strict=True))
         found.append(steps(model, random_ids(6, 5, seed=1), cache, seen))
         fork = cache.fork()
@@ -581,10 +580,13 @@ def test_a_prompt_of_many_sequences_needs_the_memory_of_one(allocations, monkeyp
     assert same_bits(steps(model, more, cache), steps(model, more, needed))
 
 
-@pytest.mark.parametrize("length", [0, 20, 200], ids=["empty", "dense", "in memory"])
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 600}], ids=["grows", "room"])
-def test_an_interrupted_prompt_takes_back_what_is_shared_without_memory(allocations, model, method, length, options):
-    caches, ids = [new(model, method, **options) for _ in range(2)], random_ids(1, 500).expand(4, -1)
+@pytest.mark.parametrize("where", ["a layer", "first write", "second write"])
+@pytest.mark.parametrize("length", [0, 20, 100], ids=["empty", "dense", "in memory"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 250}], ids=["grows", "room"])
+def test_an_interrupted_prompt_takes_back_what_is_shared_without_memory(
+    allocations, monkeypatch, model, method, length, options, where
+):
+    caches, ids = [new(model, method, **options) for _ in range(2)], random_ids(1, 180).expand(3, -1)
     for cache in caches:
         if length:
             forward(model, ids[:, :length], cache)
@@ -593,12 +595,17 @@ def test_an_interrupted_prompt_takes_back_what_is_shared_without_memory(allocati
         allocations.outcomes = [False] * 100
         raise KeyboardInterrupt
 
-    handle = model.model.layers[-1].mlp.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        forward(model, ids[:, length:], caches[0])
-    handle.remove()
+    with monkeypatch.context() as patch:
+        if where == "a layer":
+            patch.setattr(model.model.layers[-1].mlp, "forward", interrupt)
+        else:
+            write = host_store.HostStore.write
+            calls = iter([interrupt] if where == "first write" else [write, interrupt])
+            patch.setattr(host_store.HostStore, "write", lambda *args: next(calls, write)(*args))
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids[:, length:], caches[0])
     assert caches[0].get_seq_length() == length
     allocations.outcomes = []
     assert same_bits(*(forward(model, ids[:, length:], cache) for cache in caches))
-    more = random_ids(4, 9, seed=1)
+    more = random_ids(3, 5, seed=1)
     assert same_bits(*(steps(model, more, cache) for cache in caches))
