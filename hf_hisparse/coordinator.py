@@ -15,7 +15,7 @@ from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
 from hf_hisparse.branch import Branch
 from hf_hisparse.late_check import LateCheck
-from hf_hisparse.layout import ItemLayout, select_rows
+from hf_hisparse.layout import ItemLayout, distinct, select_rows
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
 from hf_hisparse.padding import Padding, seen_by_newest, take
 from hf_hisparse.storage import Pieces
@@ -314,7 +314,8 @@ class SparseCoordinator:
             more = self._padding_of(self.length, self.length + new, mask, self.batch, self.memory.device)
             full = self._join(self.history(), parts)
             self._reserve(self.length + new)
-            self._store(full, held, self.padding.extended(self.length, more))
+            if self._store(self.memory, full, held, self.padding.extended(self.length, more)):
+                self._make_room(self.length + new)
         self.batch, self.heads = parts[0].shape[:2]
         self.length += new
         return full
@@ -356,12 +357,11 @@ class SparseCoordinator:
         """Moves a dense history, given whole, into a new memory."""
         batch, heads, tokens = parts[0].shape[:3]
         padding = self._padding_of(0, tokens, mask, batch, parts[0].device)
-        memory = self._make_memory(parts)
+        memory = self._empty_memory(parts)
         self.batch, self.heads = batch, heads
-        self.memory = memory
         self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
         self._count(torch.zeros_like(self.starts))
-        self._store(parts, 0, padding)
+        self._store(memory, parts, 0, padding)
         self._make_room(tokens)
         if padding:
             self.algorithm.select_tokens(padding.columns(self.length))
@@ -395,22 +395,38 @@ class SparseCoordinator:
             memory = ResidentMemory(*args) if self.slots is None else HierarchicalMemory(*args, self.slots)
         return memory
 
-    def _store(self, parts: Sequence[Tensor], held: int, padding: Padding) -> None:
-        """Takes a history, given whole, of which every sequence's first `held` tokens are in the memory already."""
+    def _store(self, memory: Memory, parts: Sequence[Tensor], held: int, padding: Padding) -> bool:
+        """Takes a history, given whole, of which every sequence's first `held` tokens are in a memory already.
+
+        Sequences that are the same, as beams are to begin with, are written once. Whether tensors of the memory moved.
+        Raises `MemoryError`, with the history as it was, if there is no room.
+        """
         tokens = parts[0].shape[2]
-        self.padding, self.memory.ragged = padding, padding.most
-        before = self.lengths.clone()
-        self._count(padding.lengths(tokens).repeat_interleave(self.heads))
+        first = kinds = list(range(self.batch))
+        if not tokens <= self.capacity <= memory.room:
+            # There is no room yet that each may fill by itself.
+            first, kinds = distinct((*parts, padding.kept[:, None, :, None]))
         if padding:
             # What there is of padding comes last, where tokens to come will lie.
             columns = padding.columns(tokens)
             parts = tuple(take(part, columns, 2) for part in parts)
         rows = tuple(part.flatten(0, 1) for part in parts)
-        page_size = self.memory.layout.page_size
-        first = held // page_size * page_size
-        self.memory.write(tuple(part[:, first:] for part in rows), first)
+        start = held // memory.unit * memory.unit
+        written = tuple(part[:, start:] for part in rows)
+        if len(first) < self.batch:
+            written = tuple(torch.stack([part[row] for row in self._rows(first)]) for part in written)
+        memory.ragged = padding.most
+        moved = memory.write_alike(written, start, self._rows(kinds), max(tokens, self.capacity), self.layers)
+        self.memory, self.padding = memory, padding
+        before = self.lengths.clone()
+        self._count(padding.lengths(tokens).repeat_interleave(self.heads))
         start = self._aligned(max(held - 1, 0))
         self.algorithm.construct_representations(rows[0][:, start:], start, self.starts, self.lengths, before)
+        return moved
+
+    def _rows(self, elements: Sequence[int]) -> list[int]:
+        """The rows of batch elements."""
+        return [element * self.heads + head for element in elements for head in range(self.heads)]
 
     @property
     def lengths(self) -> Tensor:
@@ -433,7 +449,8 @@ class SparseCoordinator:
     def _drop_memory(self) -> None:
         if self.memory is not None:
             if self.capacity > self.top_k:
-                self.memory.cut(0, self.capacity, self.layers)
+                # What it lacks of that, having shared it, it gets when it is needed: `undo` must not fail.
+                self.memory.cut(0)
                 self._reserved = self.memory
             self.memory, self.room = None, 0
             if self.padding:
@@ -549,8 +566,8 @@ class SparseCoordinator:
         Also where there are no more: the device may have appended what the host has not counted yet, or looked for what
         it then did not copy.
         """
-        if self.memory is not None and self.recent is not None:
-            # It was on its way to the memory.
+        if self.recent is not None:
+            # It may have been on its way to the memory.
             self._drop_memory()
             if self._reserved is not None:
                 self._reserved.clear()
@@ -572,8 +589,7 @@ class SparseCoordinator:
         if self.recent is not None:
             self.recent = tuple(part.index_select(0, index) for part in self.recent)
         else:
-            held = [row * self.heads + head for row in chosen for head in range(self.heads)]
-            self.memory.select(held, self.length, self.layers)
+            self.memory.select(self._rows(chosen), self.length, self.layers)
             self.starts = select_rows(self.starts, rows)
             self._count(self.lengths[rows])
             if len(index) != self.batch:

@@ -5,13 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes: of them equal ones are the same bits, zeros and NaNs too."""
 
 
 def select_rows(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows of a tensor at `index`, which may repeat; in its place if they are as many, so that it does not move."""
     selected = tensor.index_select(0, index)
     return tensor.copy_(selected) if len(selected) == len(tensor) else selected
+
+
+def distinct(parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Which batch elements there are, each once, and which of these every element is, bit for bit.
+
+    If there are several, this waits for the device.
+
+    Args:
+        parts: `[batch, heads, tokens, width]` each, of any dtypes.
+
+    Returns:
+        The first element of each kind, in order, and for every element the index of its own in these.
+    """
+    bits = [part.view(BITS[part.dtype.itemsize]) for part in parts]
+    if len(bits[0]) == 1:
+        return [0], [0]
+    # What differs mostly does so at its end, also where it begins alike: only what ends alike is compared.
+    endings = bits[0][:, :, -64:].cpu()
+    first: list[int] = []
+    kinds: list[int] = []
+    ending_alike: dict[bytes, list[int]] = {}
+    for element, ending in enumerate(endings):
+        alike = ending_alike.setdefault(ending.numpy().tobytes(), [])
+        same = (kind for kind in alike if all(torch.equal(part[first[kind]], part[element]) for part in bits))
+        kind = next(same, len(first))
+        if kind == len(first):
+            first.append(element)
+            alike.append(kind)
+        kinds.append(kind)
+    return first, kinds
 
 
 @dataclass(frozen=True)

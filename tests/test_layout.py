@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_hisparse.layout import ItemLayout
+from hf_hisparse.layout import ItemLayout, distinct
 from tests.helpers import DEVICE
 
 
@@ -87,3 +87,20 @@ def test_keys_of_a_latent_row_are_the_whole_row_and_values_its_latent():
 @pytest.mark.parametrize(("tokens", "items"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_items_of_tokens(tokens, items):
     assert ItemLayout.page_head(4, 1, 1).items(tokens) == items
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(0, 2), st.integers(1, 90), st.data())
+def test_distinct_is_what_differs_in_a_bit(kinds, which, tokens, data):
+    """Zeros of either sign differ, and the same NaN does not."""
+    dtypes = (torch.float32, torch.bfloat16, torch.bool)
+    parts = [torch.zeros(len(kinds), 1 + (dtype.itemsize == 4), tokens, 2, dtype=dtype) for dtype in dtypes]
+    at = data.draw(st.integers(0, tokens - 1))
+    values = (0.0, -0.0, float("nan"), 1.0) if which < 2 else (False, True, False, True)
+    for element, kind in enumerate(kinds):
+        parts[which][element, -1, at, 1] = values[kind]
+    # As attention has them: heads beside each other.
+    parts = [part.transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE) for part in parts]
+    first, found = distinct(parts)
+    names = [kind % 2 if which == 2 else kind for kind in kinds]
+    assert [names[element] for element in first] == list(dict.fromkeys(names))
+    assert [names[first[kind]] for kind in found] == names

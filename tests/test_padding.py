@@ -182,9 +182,9 @@ class Batch(RuleBasedStateMachine):
     def parts(self, tokens: int) -> tuple[Tensor, ...]:
         return tuple(torch.randn(self.batch, self.heads, tokens, 4, generator=self.generator).to(DEVICE) for _ in "kv")
 
-    def add(self, seen: Tensor) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """New tokens as the batch has them, and as each sequence does."""
-        parts = self.parts(seen.shape[1])
+    def add(self, seen: Tensor, alike: Any = slice(None)) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """New tokens as the batch has them, and as each sequence does: those of the sequences `alike`."""
+        parts = tuple(part[alike] for part in self.parts(seen.shape[1]))
         self.mask = torch.cat((self.mask, seen), dim=1)
         self.length += seen.shape[1]
         return parts, [tuple(part[row : row + 1][:, :, at] for part in parts) for row, at in enumerate(seen)]
@@ -193,7 +193,9 @@ class Batch(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(2, 11))
     def prompt(self, data: Any, tokens: int) -> None:
         rows = [data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)) for _ in range(self.batch)]
-        parts, own = self.add(tensor(rows))
+        # Sequences that are the same so far share what they hold, and others never do.
+        alike = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
+        parts, own = self.add(tensor([rows[row] for row in alike]), alike)
         self.together.extend(parts, self.mask)
         for coordinator, some in zip(self.alone, own, strict=True):
             if some[0].shape[2]:

@@ -14,10 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
+from transformers import LogitsProcessor
 
-from hf_hisparse import HierarchicalSparseCache
+from hf_hisparse import HierarchicalSparseCache, coordinator
 from hf_hisparse.layout import ItemLayout
-from hf_hisparse.memory import HierarchicalMemory, Memory, host_store, pinned
+from hf_hisparse.memory import HierarchicalMemory, Memory, host_store, limits, pinned
 from tests.helpers import DEVICE, METHODS, decode, forward, generate, logits_of, padding, random_ids, same_bits
 from tests.test_memory import Allocations
 
@@ -61,6 +62,29 @@ class Histories(RuleBasedStateMachine):
         tokens = torch.cat((tokens, self._random(memory.rows, count, tokens.shape[2])), dim=1)
         memory.reserve(tokens.shape[1])
         memory.write(tokens[:, first:].split(list(self.layout.widths), dim=2), first)
+        self.held[at] = memory, tokens
+
+    @rule(which=which, count=st.integers(1, 70), data=st.data())
+    def write_alike(self, which: int, count: int, data: st.DataObject) -> None:
+        """A prompt, or a chunk of one, that rows which are the same so far may have in common."""
+        at = self._pick(which)
+        memory, tokens = self.held[at]
+        more = self._random(memory.rows, count, tokens.shape[2])
+        more = more[data.draw(st.lists(st.integers(0, memory.rows - 1), min_size=memory.rows, max_size=memory.rows))]
+        start = tokens.shape[1] // memory.unit * memory.unit
+        tokens = torch.cat((tokens, more), dim=1)
+        rows = [row.cpu().numpy().tobytes() for row in tokens]
+        first = sorted({rows.index(row) for row in rows})
+        kinds = [first.index(rows.index(row)) for row in rows]
+        held, before = memory.store.table, memory.store.shared
+        parts = tokens[first, start:].split(list(self.layout.widths), dim=2)
+        moved = memory.write_alike(parts, start, kinds, max(tokens.shape[1], self.room))
+        assert moved or memory.store.table is held
+        if len(first) < memory.rows:
+            closed = tokens.shape[1] // self.layout.page_size // memory.store.items_per_slab
+            assert memory.store.shared == max(before, closed)
+            new = memory.store.table[:, start // memory.unit : closed]
+            assert len(new.flatten().unique()) == len(first) * new.shape[1]
         self.held[at] = memory, tokens
 
     @rule(which=which, count=st.integers(1, 6))
@@ -403,11 +427,13 @@ def test_beams_that_begin_with_one_prompt(allocations, model, method):
     forward(model, ids[:, :-1], caches[0])
     caches[0].batch_repeat_interleave(3)
     forward(model, ids[:, :-1].expand(3, -1), caches[1])
-    held = allocations.live
+    alike = [different(cache) for cache in caches]
     outputs = [generate(model, ids, cache, 12, num_beams=3, output_scores=True) for cache in caches]
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     torch.testing.assert_close(outputs[0].sequences_scores, outputs[1].sequences_scores)
-    assert caches[0].stats().host_bytes < held / 2
+    for cache, number in zip(caches, alike, strict=True):
+        assert cache.stats().host_bytes < cache.stats().dense_bytes / 2 or max(number) > 1
+    assert max(alike[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -441,3 +467,145 @@ def test_no_memory_in_a_later_layer_leaves_all_as_they_were(allocations, model, 
         apply(cache)
     more = random_ids(6 if "repeat" in change else 2, 9, seed=2)
     assert same_bits(steps(model, more, fork), steps(model, more, expected))
+
+
+# ---- sequences that begin alike --------------------------------------------------------------------------------------
+
+
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes all sequences for different ones from here on."""
+    monkeypatch.setattr(coordinator, "distinct", lambda parts: ([*range(len(parts[0]))],) * 2)
+
+
+def copies(cache: HierarchicalSparseCache) -> list[float]:
+    """How often each layer holds the slabs that are full, on average; 0 if none is shared."""
+    heads = [layer.coordinator.heads for layer in cache.layers]
+    shared = [store.table[:, : store.shared] for store in stores(cache)]
+    return [len(table.unique()) / max(table.shape[1], 1) / count for table, count in zip(shared, heads, strict=True)]
+
+
+def different(cache: HierarchicalSparseCache) -> list[int]:
+    """How many sequences in each layer are not the same: of equal tokens, a product of another size may round some."""
+    histories = [torch.cat(layer.coordinator.history(), dim=-1).cpu() for layer in cache.layers]
+    return [len({sequence.numpy().tobytes() for sequence in history}) for history in histories]
+
+
+class AfterPrompt(LogitsProcessor):
+    """Looks at a cache when there are the logits of a prompt, and leaves them as they are."""
+
+    def __init__(self, cache: HierarchicalSparseCache):
+        self.cache, self.host_bytes = cache, 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.host_bytes:
+            self.host_bytes = self.cache.stats().host_bytes
+            self.copies, self.different = copies(self.cache), different(self.cache)
+        return scores
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 600}], ids=["grows", "room"])
+@pytest.mark.parametrize(
+    "how",
+    [{"num_beams": 4}, {"num_return_sequences": 4, "do_sample": True}, {"num_beams": 4, "prefill_chunk_size": 130}],
+    ids=["beams", "samples", "beams in chunks"],
+)
+def test_what_is_generated_of_one_prompt_holds_it_once(allocations, monkeypatch, model, method, how, options):
+    """In memory for one sequence, and for what each is yet to have of its own; the tokens are as they were."""
+    ids, found = random_ids(1, 500), []
+    for _ in range(2):
+        cache = new(model, method, **options)
+        look = AfterPrompt(cache)
+        torch.manual_seed(0)
+        output = generate(model, ids, cache, 12, logits_processor=[look], **how)
+        found.append((output.sequences, logits_of(output), look))
+        apart(monkeypatch)
+    (sequences, logits, look), (expected, expected_logits, unshared) = found
+    assert torch.equal(sequences, expected) and same_bits(logits, expected_logits)
+    assert look.host_bytes < unshared.host_bytes
+    lone = new(model, method)
+    forward(model, ids, lone)
+    one, slabs = lone.stats().host_bytes, sum(s.rows * s.items_per_slab * s.item_bytes for s in stores(lone))
+    if look.different == [1] * len(cache.layers):
+        assert look.copies == [1] * len(cache.layers)
+        # A slab in which a sequence goes on, another that is prepared, and what was made room for: all, or a chunk and
+        # a quarter of it.
+        first = how.get("prefill_chunk_size", 500)
+        tokens = options["max_cache_len"] - first if options else 1.25 * min(first, 500 - first)
+        assert one < look.host_bytes <= one + 4 * (one * tokens / 500 + 2 * slabs)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}, {"offload": False}], ids=["grows", "room", "resident"])
+@pytest.mark.parametrize("chunks", [[150], [20, 130], [60, 50, 40]], ids=str)
+def test_what_is_the_same_is_held_once_until_it_differs(allocations, monkeypatch, model, method, options, chunks):
+    """Sequences that are the same but for their masks differ, and each goes on as if nothing was shared."""
+    kinds = torch.tensor([0, 1, 0, 2, 2, 3], device=DEVICE)
+    ids, seen = random_ids(3, 150)[kinds % 3], torch.ones(6, 210, dtype=torch.int64, device=DEVICE)
+    seen[5, 3:40:4] = 0
+    logits = []
+    for _ in range(2):
+        cache, past, found = new(model, method, **options), 0, []
+        for count in chunks:
+            found.append(forward(model, ids[:, past : past + count], cache, seen[:, : past + count])[:, -1:])
+            past += count
+        # Where there was room for all of it before, there is nothing to save.
+        if not logits and (not options or "max_cache_len" in options and chunks[0] > 40):
+            assert different(cache)[0] == copies(cache)[0] == 4
+            assert all(0 < held <= number for held, number in zip(copies(cache), different(cache), strict=True))
+        found.append(steps(model, random_ids(6, 5, seed=1), cache, seen))
+        fork = cache.fork()
+        cache.crop(-60)
+        for turn, which in enumerate((cache, fork)):
+            more = random_ids(1, 30, seed=2 + turn).expand(6, -1)
+            found.append(forward(model, more, which, seen[:, : 125 + 60 * turn]))
+            found.append(steps(model, random_ids(6, 4, seed=4 + turn), which, seen))
+        logits.append(torch.cat([each.flatten() for each in found]))
+        apart(monkeypatch)
+    assert same_bits(*logits)
+
+
+def test_a_prompt_of_many_sequences_needs_the_memory_of_one(allocations, monkeypatch, model, method):
+    """And is refused, before any of it is held, where there is less."""
+    ids, needed = random_ids(1, 500).expand(8, -1), new(model, method)
+    forward(model, ids, needed)
+    bytes_needed = needed.stats().host_bytes
+    cache = new(model, method)
+    monkeypatch.setattr(limits, "available", lambda: bytes_needed - 1)
+    with pytest.raises(MemoryError, match="needed in all, 0 are held and intact"):
+        forward(model, ids, cache)
+    assert cache.get_seq_length() == cache.stats().host_bytes == 0 and allocations.live == bytes_needed
+    monkeypatch.setattr(limits, "available", lambda: bytes_needed)
+    forward(model, ids, cache)
+    more = random_ids(8, 9, seed=1)
+    monkeypatch.setattr(limits, "available", lambda: None)
+    assert same_bits(steps(model, more, cache), steps(model, more, needed))
+
+
+@pytest.mark.parametrize("where", ["a layer", "first write", "second write"])
+@pytest.mark.parametrize("length", [0, 20, 100], ids=["empty", "dense", "in memory"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 250}], ids=["grows", "room"])
+def test_an_interrupted_prompt_takes_back_what_is_shared_without_memory(
+    allocations, monkeypatch, model, method, length, options, where
+):
+    caches, ids = [new(model, method, **options) for _ in range(2)], random_ids(1, 180).expand(3, -1)
+    for cache in caches:
+        if length:
+            forward(model, ids[:, :length], cache)
+
+    def interrupt(*args: Any) -> None:
+        allocations.outcomes = [False] * 100
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "a layer":
+            patch.setattr(model.model.layers[-1].mlp, "forward", interrupt)
+        else:
+            write = host_store.HostStore.write
+            calls = iter([interrupt] if where == "first write" else [write, interrupt])
+            patch.setattr(host_store.HostStore, "write", lambda *args: next(calls, write)(*args))
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids[:, length:], caches[0])
+    assert caches[0].get_seq_length() == length
+    allocations.outcomes = []
+    assert same_bits(*(forward(model, ids[:, length:], cache) for cache in caches))
+    more = random_ids(3, 5, seed=1)
+    assert same_bits(*(steps(model, more, cache) for cache in caches))

@@ -103,8 +103,11 @@ class Caches(RuleBasedStateMachine):
         recording=st.booleans(),
         tokens=st.sampled_from([90, 61, 38]),
         batch=st.integers(1, 3),
+        alike=st.integers(1, 3),
     )
-    def begin(self, kind: str, covered: bool, room: dict[str, int], recording: bool, tokens: int, batch: int) -> None:
+    def begin(
+        self, kind: str, covered: bool, room: dict[str, int], recording: bool, tokens: int, batch: int, alike: int
+    ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(host_store, "SLAB_BYTES", 1024)
         self.allocations = Allocations()
@@ -118,7 +121,7 @@ class Caches(RuleBasedStateMachine):
         self.room, self.recording = room, recording and DEVICE.type == "cpu"
         self.seed = 0
         self.held = [self.empty()]
-        self.take(self.held[0], self.draw(batch, tokens))
+        self.take(self.held[0], self.draw(batch, tokens, alike))
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -141,9 +144,12 @@ class Caches(RuleBasedStateMachine):
     def pick(self, which: int) -> Held:
         return self.held[which % len(self.held)]
 
-    def draw(self, batch: int, tokens: int) -> Tensor:
+    def draw(self, batch: int, tokens: int, alike: int = 1) -> Tensor:
+        """The last `alike` sequences are the same."""
         self.seed += 1
-        return random_ids(batch, tokens, seed=self.seed)
+        ids = random_ids(batch, tokens, seed=self.seed)
+        ids[-alike:] = ids[-1].clone()
+        return ids
 
     def take(self, held: Held, ids: Tensor) -> None:
         """Both caches take new tokens, and say the same of them."""
@@ -180,13 +186,13 @@ class Caches(RuleBasedStateMachine):
     def decode(self, which: int, count: int) -> None:
         self.take_steps(self.pick(which), count)
 
-    @rule(which=which, tokens=st.integers(2, 60), batch=st.integers(1, 3), then=then)
-    def prompt(self, which: int, tokens: int, batch: int, then: int) -> None:
+    @rule(which=which, tokens=st.integers(2, 60), batch=st.integers(1, 3), alike=st.integers(1, WIDEST), then=then)
+    def prompt(self, which: int, tokens: int, batch: int, alike: int, then: int) -> None:
         """Also one that goes on: a chunk, a turn, a draft to verify."""
         held = self.pick(which)
         tokens = min(tokens, LONGEST - held.length)
         if tokens:
-            self.take(held, self.draw(held.batch or batch, tokens))
+            self.take(held, self.draw(held.batch or batch, tokens, alike))
             self.take_steps(held, then)
 
     @rule(which=which, remove=st.one_of(st.integers(0, 9), st.integers(0, LONGEST)), then=then)

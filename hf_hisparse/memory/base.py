@@ -49,6 +49,29 @@ class Memory(ABC):
     def write(self, parts: Sequence[Tensor], start: int) -> None:
         """Stores `[rows, tokens, width]` parts as the history from token `start` on; `start` begins an item."""
 
+    @property
+    def unit(self) -> int:
+        """Tokens at multiples of which `write_alike` may begin."""
+        return self.layout.page_size
+
+    @abstractmethod
+    def write_alike(
+        self, parts: Sequence[Tensor], start: int, kinds: Sequence[int], room: int, layers: int = 1
+    ) -> bool:
+        """Makes room for `room` tokens and stores the history from `start` on, of rows some of which are the same.
+
+        Raises `MemoryError`, as `reserve` does.
+
+        Args:
+            parts: `[kinds, tokens, width]`, each kind once.
+            start: A multiple of `unit`. What comes before it stays as it is.
+            kinds: Of every row. Where bytes can be shared by rows of one kind they are, until one of them is changed.
+            room, layers: As for `reserve`.
+
+        Returns:
+            Whether tensors moved.
+        """
+
     @abstractmethod
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
         """The parts `[rows, tokens - start, width]` of tokens `start` to `tokens`, on the device.

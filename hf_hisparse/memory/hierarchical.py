@@ -40,6 +40,21 @@ class HierarchicalMemory(Memory):
         self.store.write(self.layout.pack(parts), start // self.layout.page_size)
         self.buffer.forget()
 
+    @property
+    def unit(self) -> int:
+        return self.store.items_per_slab * self.layout.page_size
+
+    def write_alike(
+        self, parts: Sequence[Tensor], start: int, kinds: Sequence[int], room: int, layers: int = 1
+    ) -> bool:
+        self.store.wait()
+        _, closed = self._items(start + parts[0].shape[1])
+        first, table = start // self.layout.page_size, self.store.table
+        self.store.write_alike(self.layout.pack(parts), first, kinds, closed, self.layout.items(room), layers)
+        self.buffer.reserve()
+        self.buffer.forget()
+        return self.store.table is not table
+
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
         first = start // self.layout.page_size
         return self.layout.unpack(self.store.read(first, self.layout.items(tokens) - first), tokens - start)

@@ -56,7 +56,7 @@ class HostStore:
         """The chunk that is being prepared, or could not be."""
         self._next_bytes = 0
         self._spare: Tensor | None = None
-        """What `select` will need for more rows."""
+        """What `select` will need for more rows, or `write_alike` for what they share."""
         # Of another priority than those that are captured on: PyTorch has 32 streams of each, which it hands out in
         # turn, and what is written on one that another thread captures on would become part of the capture.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -76,13 +76,14 @@ class HostStore:
         spare = 0 if self._spare is None else self._spare.nbytes
         return sum(held.values()) + spare + (0 if failed else self._next_bytes)
 
-    def reserve(self, items: int, layers: int = 1) -> None:
+    def reserve(self, items: int, layers: int = 1, besides: int = 0) -> None:
         """Grows until `items` items a row fit, and prepares to grow further when they nearly fill it.
 
         Args:
             items: Items a row.
             layers: How many stores are about to grow as much, with this one. What is needed at once must suffice for
                 all of them, so that the end of memory is found before the first has grown.
+            besides: Bytes that each of them is about to need on top of that.
 
         Raises:
             MemoryError: If they cannot be made to fit. It says how much was asked for and is held; nothing is lost.
@@ -99,21 +100,22 @@ class HostStore:
                 self._adopt()
         slabs = -(-items // self.items_per_slab) - self.table.shape[1]
         if slabs > 0:
-            self._allocate(slabs * self.rows * self._slab_bytes, layers, partial(self._grow, slabs))
+            self._allocate(slabs * self.rows * self._slab_bytes, layers, partial(self._grow, slabs), besides)
 
     def _grow(self, slabs: int) -> None:
         self._prepare(slabs)
         self._adopt()
 
-    def _allocate(self, nbytes: int, layers: int, how: Callable[[], None]) -> None:
+    def _allocate(self, nbytes: int, layers: int, how: Callable[[], None], besides: int = 0) -> None:
         """Allocates so much, which each of `layers` layers will need. Says so where that fails, before or then."""
+        needed = (nbytes + besides) * layers
         # No context manager: it and an error that passes through it hold each other, and so this store after its end.
         try:
-            pinned.require(nbytes * layers, layers)
+            pinned.require(needed, layers)
             how()
         except MemoryError as error:
-            needed, has = nbytes * layers / 2**20, self.nbytes / 2**20
-            raise MemoryError(f"{error}; {needed:.0f} MiB are needed in all, {has:.0f} are held and intact") from error
+            facts = f"{needed / 2**20:.0f} MiB are needed in all, {self.nbytes / 2**20:.0f} are held and intact"
+            raise MemoryError(f"{error}; {facts}") from error
 
     @property
     def _slab_bytes(self) -> int:
@@ -219,7 +221,46 @@ class HostStore:
             self._forget_next()
         if rest:
             copies = [row for row, mine in enumerate(owner) if mine != index[row]]
-            self.write(filling.index_select(0, rows), items - rest, copies)
+            self.write(filling.index_select(0, rows), items - rest, [(row, self.runs[row]) for row in copies])
+
+    def write_alike(
+        self, items: Tensor, first: int, kinds: Sequence[int], closed: int, room: int, layers: int = 1
+    ) -> None:
+        """Makes room and writes, as `reserve` and `write` do, rows some of which are the same: these share full slabs.
+
+        Those are put in before what is a row's alone, which stays as room.
+
+        Args:
+            items: `[kinds, count, elements]`, each kind once.
+            first: Where they begin, and a slab does. Nothing before it is written any more.
+            kinds: Of every row.
+            closed, room, layers: As for `fork`.
+
+        Raises:
+            MemoryError: If the memory cannot be had. Nothing has changed then.
+        """
+        begin, (full, _) = first // self.items_per_slab, self._split(0, closed)
+        slabs = full - begin if len(items) < self.rows else 0
+        count, nbytes = slabs * self.items_per_slab, len(items) * slabs * self._slab_bytes
+        if room - count > self.capacity:
+            self.reserve(room - count, layers, nbytes)
+        if slabs:
+            self._allocate(nbytes, layers, partial(self._make_spare, nbytes))
+            assert self._spare is not None
+            (table, runs), self._spare = self._cut_up(self._spare, len(items)), None
+            self.write(items[:, :count], 0, [(kind, [run]) for kind, run in enumerate(runs)])
+            # What is held already is found throughout: in what was written just now, or where it was.
+            table = table[self._on_device(kinds)]
+            self.table, self.runs, self.shared = (
+                torch.cat((self.table[:, :begin], table, self.table[:, begin:]), dim=1),
+                [
+                    [*self._cut(row, 0, begin), runs[kind], *self._cut(row, begin, self.table.shape[1])]
+                    for row, kind in zip(self.runs, kinds, strict=True)
+                ],
+                full,
+            )
+        assert first + count >= self.shared * self.items_per_slab, "what is shared is not written"
+        self.write(items[:, count:], first + count, list(zip(kinds, self.runs, strict=True)))
 
     def prepare_select(self, rows: int, closed: int, layers: int = 1) -> None:
         """Has all the memory that `select` of so many rows will need, or gives back what it had for others.
@@ -306,28 +347,29 @@ class HostStore:
                 yield run, slice(low - start, high - start), slice(low - first, high - first)
             start += len(run)
 
-    def write(self, items: Tensor, first: int, rows: Sequence[int] | None = None) -> None:
+    def write(self, items: Tensor, first: int, to: Sequence[tuple[int, Sequence[Tensor]]] | None = None) -> None:
         """Copies `[rows, count, elements]` items to item `first` on, behind whatever the device does next.
 
-        `rows` says of which rows, None of all.
+        `to` says which of them to which runs, None each to its own row's.
         """
-        assert first >= self.shared * self.items_per_slab, "what is shared is not written"
-        rows = range(self.rows) if rows is None else rows
+        if to is None:
+            assert first >= self.shared * self.items_per_slab, "what is shared is not written"
+            to = list(enumerate(self.runs))
         if self._stream is None:
-            self._write(items, first, rows)
+            self._write(items, first, to)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            self._write(items, first, rows)
+            self._write(items, first, to)
             items.record_stream(self._stream)
             self._written = torch.cuda.Event()
             self._written.record(self._stream)
         HostStore._latest = self._written
 
-    def _write(self, items: Tensor, first: int, rows: Sequence[int]) -> None:
+    def _write(self, items: Tensor, first: int, to: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
         # One copy a row: a strided host destination would take a staging buffer.
-        for row in rows:
-            for run, there, here in self._spans(self.runs[row], first, items.shape[1]):
+        for row, runs in to:
+            for run, there, here in self._spans(runs, first, items.shape[1]):
                 run[there].copy_(items[row, here], non_blocking=True)
 
     def read(self, first: int, count: int) -> Tensor:
@@ -368,7 +410,7 @@ class HostStore:
             self.table, self.runs = first.unsqueeze(1) + slab, [self._cut([row], 0, self.shared) for row in items]
         self.reserve(max(count, room), layers)
         kept = self.shared * self.items_per_slab
-        self._write(items[:, kept:], kept, range(self.rows))
+        self._write(items[:, kept:], kept, list(enumerate(self.runs)))
 
     def settle(self) -> None:
         """Orders the device's next work after the latest write."""

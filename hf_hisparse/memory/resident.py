@@ -35,6 +35,16 @@ class ResidentMemory(Memory):
         first = start // self.layout.page_size
         self.buffer[:, first : first + items.shape[1]] = items
 
+    def write_alike(
+        self, parts: Sequence[Tensor], start: int, kinds: Sequence[int], room: int, layers: int = 1
+    ) -> bool:
+        held = self.room
+        self.reserve(room)
+        if len(parts[0]) < self.rows:
+            parts = [torch.stack([part[kind] for kind in kinds]) for part in parts]
+        self.write(parts, start)
+        return self.room > held
+
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
         first = start // self.layout.page_size
         return self.layout.unpack(self.buffer[:, first : self.layout.items(tokens)], tokens - start)
