@@ -47,12 +47,18 @@ class HierarchicalMemory(Memory):
     def write_alike(
         self, parts: Sequence[Tensor], start: int, kinds: Sequence[int], room: int, layers: int = 1
     ) -> bool:
-        self.store.wait()
-        _, closed = self._items(start + parts[0].shape[1])
-        first, table = start // self.layout.page_size, self.store.table
-        self.store.write_alike(self.layout.pack(parts), first, kinds, closed, self.layout.items(room), layers)
-        self.buffer.reserve()
-        self.buffer.forget()
+        table = self.store.table
+        if len(parts[0]) == self.rows:
+            # Memory is had while what was written last is still on its way.
+            if room > self.room:
+                self.reserve(room, layers)
+            self.write(parts, start)
+        else:
+            self.store.wait()
+            first, (_, closed) = start // self.layout.page_size, self._items(start + parts[0].shape[1])
+            self.store.write_alike(self.layout.pack(parts), first, kinds, closed, self.layout.items(room), layers)
+            self.buffer.reserve()
+            self.buffer.forget()
         return self.store.table is not table
 
     def read(self, tokens: int, start: int = 0) -> tuple[Tensor, ...]:
