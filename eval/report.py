@@ -294,9 +294,7 @@ def results_so_far(file: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Makes the tables and plots of results of `eval.accuracy` anew.")
-    parser.add_argument(
-        "file", type=Path, help="OUTPUT.json, or OUTPUT.jsonl of a run that has not ended"
-    )
+    parser.add_argument("file", type=Path, help="OUTPUT.json, or OUTPUT.jsonl of a run that has not ended")
     file = parser.parse_args(argv).file
     try:
         run = results_so_far(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
