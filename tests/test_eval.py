@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +44,31 @@ def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ours = "--top-k 64 --page-size 4 --algorithm quest".split()
     status = bench_decode.main([*sizes, *ours, "--device", str(DEVICE), "--output", str(output), *more])
     return status, json.loads(output.read_text())
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Where a program of this project is named, which it is, and the options that it is given there."""
+    root = Path(__file__).parents[1]
+    sources = [*root.glob("*.md"), *root.glob("examples/*.ipynb")]
+    sources += [file for folder in ("eval", "examples", "hf_hisparse") for file in root.glob(f"{folder}/**/*.py")]
+    for file in sources:
+        text = file.read_text().replace("\\\n", " ")
+        for module, rest in re.findall(r"python -m ((?:eval|hf_hisparse)[\w.]*)([^`\n]*)", text):
+            yield str(file.relative_to(root)), module, re.findall(r"(?<!\S)(--[\w-]+)", rest)
+
+
+@pytest.mark.parametrize("module", sorted({module for _, module, _ in commands()}))
+def test_the_commands_that_are_written_down(module):
+    """Are of programs that there are, with options that they have."""
+    root = Path(__file__).parents[1]
+    path = root / module.rstrip(".").replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    where = [source for source, named, _ in commands() if named == module]
+    assert file.is_file() and '__name__ == "__main__"' in file.read_text(), f"{where}: there is no program {module}"
+    if not path.is_dir():
+        # What has a folder of its own takes another program's options.
+        given = {option for _, named, options in commands() if named == module for option in options}
+        assert given <= {*re.findall(r'"(--[\w-]+)"', file.read_text())}, where
 
 
 def test_a_commit_that_is_named_is_the_one_recorded(monkeypatch):
