@@ -17,7 +17,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -185,6 +185,7 @@ def test_needles_lie_where_they_should(depth, reader, sources):
 
 
 @given(st.integers(1, 40), st.integers(0, 500), st.integers(1, 30), st.integers(0, 5000))
+@example(2, 40, 1, 85)
 def test_the_largest_size(unit, fixed, smallest, room):
     """Fits; and one more unit would not, or no more than a hundredth of the room is left."""
 

@@ -74,7 +74,7 @@ class HierarchicalLM(HFLM):
         sparse_loglikelihood: Whether a context is cached but for its last token, and that and the continuation are then
             fed token by token, each of which attends to a selection.
         options: All of `HiSparseConfig`, and all of `hf`. `backend` is of both: what names no kind of model names the
-            attention kernels.
+            attention kernels. `dense_layers` may be a single index: several take `--model_args` in JSON.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model.
