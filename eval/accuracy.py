@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from eval import longbench, report, ruler
-from eval.common import environment, load_model, quiet, write_results
+from eval import longbench, report, ruler, texts
+from eval.common import DTYPES, environment, load_model, quiet, write_results
 from eval.needle import NeedleGrid
 from eval.records import Records
 from eval.tasks import Reader, Sample, Task
@@ -222,10 +222,10 @@ def held(cache: Cache) -> dict[str, Any]:
 
 def tokens(text: str) -> int:
     """A number of tokens: 4096, or 4K."""
-    count = int(text[:-1]) * 1024 if text[-1:] in "kK" else int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
-    return count
+    digits = text.upper().removesuffix("K")
+    if not (digits.isdecimal() and int(digits)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4K")
+    return int(digits) * (1 if digits == text else 1024)
 
 
 def make_tasks(args: argparse.Namespace, reader: Reader) -> tuple[list[Task], list[str]]:
@@ -239,15 +239,15 @@ def make_tasks(args: argparse.Namespace, reader: Reader) -> tuple[list[Task], li
     refused: list[str] = []
     for name in args.tasks:
         if name == "ruler":
-            lacking = {task: ruler.missing(task, sources) for task in ruler.TASKS}
-            refused += [reason for reason in lacking.values() if reason]
-            names = [task for task, reason in lacking.items() if not reason]
+            members = [*ruler.TASKS]
         else:
-            names = longbench.datasets(args.longbench) if name == "longbench" else [name]
-        for task in names:
-            if task in ruler.TASKS:
-                if reason := ruler.missing(task, sources):
+            members = longbench.datasets(args.longbench) if name == "longbench" else [name]
+        for task in members:
+            if reason := ruler.missing(task, sources) or longbench.missing(task):
+                if task == name:
                     raise ValueError(reason)
+                refused.append(reason)
+            elif task in ruler.TASKS:
                 found += [ruler.TASKS[task](task, length, reader, sources, args.seed) for length in args.lengths]
             elif task == "needles":
                 grid = product(args.needles, args.lengths, args.depths)
@@ -257,6 +257,8 @@ def make_tasks(args: argparse.Namespace, reader: Reader) -> tuple[list[Task], li
             else:
                 known = ["ruler", "needles", "longbench", *ruler.TASKS, *longbench.METRICS]
                 raise ValueError(f"`--tasks` names {task!r}, which is none of {', '.join(known)}")
+    if not found:
+        raise ValueError("; ".join(refused) or f"there are no data sets in {args.longbench}")
     different = {(task.name, task.length, task.depth): task for task in found}
     # All of one length in turn: their memory is had once.
     return sorted(different.values(), key=lambda task: task.length), refused
@@ -294,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--questions", type=Path, help="folder with squad.json and hotpotqa.json")
     add("--longbench", type=Path, help="folder with LongBench's files")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--output", type=Path, default=Path("eval/results/accuracy"), help="results, without a suffix")
     args = parser.parse_args(argv)
     quiet()
@@ -305,11 +307,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if min(args.samples, args.batch) < 1:
             raise ValueError("`--samples` and `--batch` must be at least 1")
+        if min(args.needles) < 1 or not all(0 <= depth <= 1 for depth in args.depths):
+            raise ValueError("`--needles` must be at least 1, and `--depths` must lie between 0 and 1")
         if longest and max(args.lengths) > longest:
             raise ValueError(f"`--lengths` has {max(args.lengths)}, and the model takes {longest} positions")
         for path in (args.essays, args.questions, args.longbench):
             if path is not None and not path.exists():
                 raise ValueError(f"there is no {path}")
+        if args.essays is not None:
+            texts.read(args.essays)
         if tokenizer is None:
             raise ValueError(f"`--model {args.model}` has no tokenizer; name one that has")
         reader = Reader(tokenizer, args.chat)
@@ -332,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for reason in left_out + refused:
             print(f"Left out: {reason}")
         found = Evaluation(model, reader, settings, records).run(tasks, args.samples, args.batch)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     finally:
         unpatch_model(model)

@@ -55,7 +55,7 @@ from transformers import (
     StaticCache,
 )
 
-from eval.common import TINY_MODELS, environment, load_model, quiet, write_results
+from eval.common import DTYPES, TINY_MODELS, environment, load_model, quiet, write_results
 from hf_hisparse import HierarchicalSparseCache, ops, unpatch_model
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.memory import Memory, pinned
@@ -627,7 +627,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument(
         "--output", type=Path, help="default: eval/results/bench_decode-MODEL.json; also names the plot"
     )

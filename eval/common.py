@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_hisparse
+from examples.generate import DTYPES as DTYPES
 from examples.generate import load_model as load_pretrained
 from examples.generate import quiet as quiet
 

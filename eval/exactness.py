@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from eval.common import TINY_MODELS, environment, load_model, quiet, table, write_results
+from eval.common import DTYPES, TINY_MODELS, environment, load_model, quiet, table, write_results
 from examples.generate import logbook
 from hf_hisparse import HierarchicalSparseCache, unpatch_model
 from hf_hisparse.models import cache_argument
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--page-size", type=int, help="default: the algorithm's")
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     args = parser.parse_args()
     quiet()

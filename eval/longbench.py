@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import json
 import random
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,8 @@ METRICS: dict[str, Callable[[str, str, Sequence[str]], float]] = {
 }
 FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
 """Of an answer to these the first line counts."""
+WORDS_ZH = (qa_f1_zh, rouge_zh)
+"""These need `segment`."""
 NO_CHAT = FIRST_LINE | {"lcc", "repobench-p"}
 """These are texts to be continued, whatever the model."""
 
@@ -182,6 +184,13 @@ def datasets(folder: Path | None) -> list[str]:
     return [name for name in METRICS if any((place / f"{name}.jsonl").is_file() for place in (folder, folder / "data"))]
 
 
+def missing(name: str) -> str | None:
+    """What a data set's metric needs that is not installed; None where nothing is missing."""
+    if METRICS.get(name) in WORDS_ZH and importlib.util.find_spec("jieba") is None:
+        return f"{name} is scored by Chinese words: `pip install jieba`"
+    return None
+
+
 class LongBench(Task):
     """One data set. Longer prompts than there is room for lose their middle.
 
@@ -192,21 +201,31 @@ class LongBench(Task):
         folder: Where the benchmark's files are.
 
     Raises:
-        ValueError: If there is no such data set, or a file is missing.
+        ValueError: If there is no such data set, or a file is missing or not the benchmark's.
     """
 
     def __init__(self, name: str, length: int, reader: Reader, folder: Path | None):
         if name not in METRICS:
             raise ValueError(f"LongBench has no {name!r}; its data sets are {', '.join(METRICS)}")
         self.name, self.length, self.reader, self.chat = name, length, reader, name not in NO_CHAT
-        self.template: str = json.loads(find(folder, "dataset2prompt.json").read_text())[name]
-        self.new_tokens: int = json.loads(find(folder, "dataset2maxlen.json").read_text())[name]
-        self._path = find(folder, f"{name}.jsonl")
+        self.template: str = self._said(find(folder, "dataset2prompt.json"))
+        self.new_tokens: int = self._said(find(folder, "dataset2maxlen.json"))
+        path = find(folder, f"{name}.jsonl")
+        try:
+            self.entries = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+        except ValueError:
+            self.entries = []
+        if not all(isinstance(entry, dict) and {"answers", "all_classes"} <= entry.keys() for entry in self.entries):
+            self.entries = []
+        if not self.entries:
+            raise ValueError(f"{path} is not a data set of LongBench's, or not whole; fetch it anew")
         self.available = len(self.entries)
 
-    @cached_property
-    def entries(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._path.read_text().splitlines() if line.strip()]
+    def _said(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text())[self.name]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} says nothing of {self.name}, or is not LongBench's; fetch it anew") from error
 
     def sample(self, index: int) -> Sample:
         entry = self.entries[index]
@@ -304,6 +323,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="of a prompt, about")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.samples < 1 or args.tokens < 20:
+        parser.error("--samples is at least 1, and --tokens 20")
     write(args.folder, args.samples, args.tokens, args.seed)
 
 

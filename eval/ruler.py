@@ -328,9 +328,15 @@ class DocumentQuestions(RulerTask):
 
     def __init__(self, *args):
         super().__init__(*args)
-        file, load, _ = QUESTIONS[self.name]
+        file, load, address = QUESTIONS[self.name]
         assert self.sources.questions is not None
-        self.asked, self.documents = load(self.sources.questions / file)
+        path = self.sources.questions / file
+        try:
+            self.asked, self.documents = load(path)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self.asked = []
+        if not self.asked:
+            raise ValueError(f"{path} holds no questions as {address} does; fetch that")
         self.available = len(self.asked)
 
     def make(self, rng: random.Random, index: int, size: int) -> Question:

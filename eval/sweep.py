@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from eval.bench_decode import Bench, Replaying, make_model
-from eval.common import environment, load_model, quiet, table, write_results
+from eval.common import DTYPES, environment, load_model, quiet, table, write_results
 from eval.policies import POLICIES, simulate
 from eval.texts import essays
 from hf_hisparse import HierarchicalSparseCache
@@ -58,13 +58,20 @@ def record(model: Any, ids: torch.Tensor, new_tokens: int, options: dict[str, An
 
 
 def read(model: Any, tokenizer: Any, path: Path | None, context: int) -> torch.Tensor:
-    """A prompt of so many tokens: prose, or random tokens for a random model."""
+    """A prompt of so many tokens: prose, or random tokens for a random model.
+
+    Raises:
+        ValueError: If there is less prose.
+    """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         return torch.randint(3, vocabulary, (1, context), generator=generator).to(model.device)
     prose = essays(path, start=0, characters=8 * context)
-    return tokenizer(prose, return_tensors="pt").input_ids[:, :context].to(model.device)
+    ids = tokenizer(prose, return_tensors="pt").input_ids[:, :context]
+    if ids.shape[1] < context:
+        raise ValueError(f"`--context {context}` is more than the text has, {ids.shape[1]} tokens; use a longer text")
+    return ids.to(model.device)
 
 
 # ---- what selections have in common ----------------------------------------------------------------------------------
@@ -273,46 +280,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--live", action="store_true", help="measure `generate` with each size as well")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs a size")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--output", type=Path, help="default: eval/results/sweep-MODEL.json; also names the plot")
     args = parser.parse_args(arguments)
     quiet()
-    if min(args.sizes) < 1 or "lru" not in args.evictions:
+    if not all(size >= 1 for size in args.sizes) or "lru" not in args.evictions:
         parser.error("--sizes are at least 1, since a selection must fit, and --evictions has the cache's own, lru")
-    if args.new_tokens < 3 or args.repeat < 1 or args.gb_per_s <= 0:
-        parser.error("--new-tokens is at least 3, --repeat 1, and --gb-per-s more than 0")
+    if args.new_tokens < 3 or min(args.context, args.repeat) < 1 or args.gb_per_s <= 0:
+        parser.error("--new-tokens is at least 3, --context and --repeat 1, and --gb-per-s more than 0")
+    if min(args.slowdown, args.step_ms or 0) < 0:
+        parser.error("--slowdown and --step-ms are not negative")
 
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     options = {name: getattr(args, name) for name in ("top_k", "page_size", "algorithm")}
     model = None
     try:
+        if args.save_trace is not None:
+            args.save_trace.parent.mkdir(parents=True, exist_ok=True)
         if args.trace is None:
             model, tokenizer = load_model(args.model, device, dtype)
             trace = record(model, read(model, tokenizer, args.essays, args.context), args.new_tokens, options)
         else:
             trace = Trace.load(args.trace)
+        if args.save_trace is not None:
+            trace.save(args.save_trace)
+        if args.live and model is None:
+            model = make_model(args.model, device, dtype)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if trace.steps < 2:
         parser.error(f"--trace {args.trace}: there are {trace.steps} steps in it; record at least 2")
-    if args.save_trace is not None:
-        trace.save(args.save_trace)
     widest = max(layer.selections.shape[2] for layer in trace.layers)
-    sizes = sorted({size for size in args.sizes if size * widest <= MAX_SLOTS})
+    if max(args.sizes) * widest > MAX_SLOTS:
+        parser.error(f"--sizes: a buffer holds at most {MAX_SLOTS} items, here {MAX_SLOTS / widest:g} x top-k")
 
-    step_ms, live = args.step_ms, None
-    if args.live:
-        model = make_model(args.model, device, dtype) if model is None else model
-        live = Live(model, trace, args.repeat, args.algorithm)
+    step_ms = args.step_ms
+    live = Live(model, trace, args.repeat, args.algorithm) if args.live else None
     rows = []
     for rule in args.evictions:
-        for size in sizes:
+        for size in sorted({*args.sizes}):
             row, moved = simulated(trace, size, rule)
             if step_ms is not None:
                 row |= modelled(moved, step_ms, args.gb_per_s)
             if live is not None and rule == "lru":
-                row |= live.size(row["buffer_size"])
+                try:
+                    row |= live.size(row["buffer_size"])
+                except ValueError as error:
+                    parser.error(f"--live: {error}")
             rows.append(row)
     common, best = overlap(trace), recommend(rows, args.slowdown, step_ms)
 

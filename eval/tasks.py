@@ -82,7 +82,8 @@ class Task(ABC):
 
 
 def largest(tokens: Callable[[int], int], room: int, smallest: int) -> int:
-    """About the largest size whose tokens are no more than `room`: what is left is a hundredth of it, or one unit.
+    """About the largest size whose tokens are no more than `room`: what is left is a hundredth of it, or less than one
+    unit takes.
 
     Args:
         tokens: How many tokens a prompt of some size takes, about in proportion to it.
@@ -98,7 +99,7 @@ def largest(tokens: Callable[[int], int], room: int, smallest: int) -> int:
     # The first guess is by proportion, and too small where the text around is a large part.
     high, above, unit = 0, 0, held / smallest
     for _ in range(16):
-        if room - held < max(unit, room / 100) or high - low == 1:
+        if room - held < room / 100 or high - low == 1:
             break
         if high:
             size = low + max(1, min(high - low - 1, int((high - low) * (room - held) / (above - held))))

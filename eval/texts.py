@@ -43,9 +43,12 @@ def read(path: Path | None) -> str:
     """
     if path is not None:
         try:
-            return json.loads(path.read_text())["text"]
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f'{path} is not a JSON file of essays, {{"text": ...}}') from error
+            held = json.loads(path.read_text())["text"]
+        except (KeyError, TypeError, ValueError):
+            held = None
+        if not isinstance(held, str) or not held.strip():
+            raise ValueError(f'{path} is not a JSON file of essays, {{"text": "..."}}')
+        return held
     rng = random.Random(0)
     words = ADJECTIVES + NOUNS + 8 * "the a of and to in it was that had with as for on by at from".split()
     sentences = (" ".join(rng.choice(words) for _ in range(rng.randint(6, 14))).capitalize() for _ in range(20_000))
@@ -74,9 +77,15 @@ def vocabulary(path: Path | None) -> list[str]:
 
 
 def essays(path: Path | None, start: int, characters: int) -> str:
-    """A run of the essays that begins at a sentence."""
+    """A run of the essays that begins at a sentence.
+
+    Raises:
+        ValueError: If no sentence begins after `start`.
+    """
     text = read(path)
-    begin = text.index(". ", start) + 2
+    begin = text.find(". ", start) + 2
+    if begin == 1:
+        raise ValueError(f"{path} has no sentence that begins after {start:,} characters; use a longer text")
     return text[begin : begin + characters]
 
 

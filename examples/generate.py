@@ -24,6 +24,8 @@ from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.models import cache_argument
 
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
 NUMBER, TOPIC = 7319042, "lantern"
 NEEDLE = f"One of the special magic numbers for {TOPIC} is: {NUMBER}. "
 QUESTION = f"What is the special magic number for {TOPIC} mentioned in the provided text?"
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="auto", help="auto, rabitq or quest")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     args = parser.parse_args()
     quiet()
 

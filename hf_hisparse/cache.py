@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,7 @@ class HierarchicalSparseCache(Cache):
         buffer_size: int | None = None,
         page_size: int | None = None,
         algorithm: str | type = "auto",
-        dense_layers: Collection[int] = (),
+        dense_layers: Iterable[int] = (),
         **options: Any,
     ):
         self.config = HiSparseConfig(
@@ -173,7 +173,7 @@ class HierarchicalSparseCache(Cache):
             buffer_size=buffer_size,
             page_size=page_size,
             algorithm=algorithm,
-            dense_layers=frozenset(dense_layers),
+            dense_layers=dense_layers,
             **options,
         )
         patched = is_patched(model)
@@ -373,7 +373,8 @@ class HierarchicalSparseCache(Cache):
             raise ValueError(f"{where} has format version {about['version']}; this one reads {FILE_VERSION}")
         if differ := identity.differences(about["model"], identity.describe(model)):
             raise ValueError(f"{where} was saved for another model: {differ}; load the model that it was saved for")
-        given = _saved_options(options)
+        checked = HiSparseConfig(**options)
+        given = _saved_options({name: getattr(checked, name) for name in options})
         if differ := identity.differences({name: about["options"][name] for name in given}, given):
             raise ValueError(f"{where} was saved with other options: {differ}; leave them out")
         if "algorithm" not in given and "." in about["options"]["algorithm"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -10,6 +10,10 @@ MAX_ITEMS = 4096
 """Items that a step can select, a KV head."""
 MAX_SLOTS = 1 << 15
 """Items that the device buffer can hold, a KV head."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class HiSparseConfig:
     buffer_size: int | None = None
     page_size: int | None = None
     algorithm: str | type = "auto"
-    dense_layers: Collection[int] = ()
+    dense_layers: Iterable[int] = ()
     sink_tokens: int | None = None
     recent_tokens: int | None = None
     max_draft_tokens: int = 8
@@ -68,12 +72,19 @@ class HiSparseConfig:
     def __post_init__(self):
         for name in ("top_k", "buffer_size", "page_size", "max_draft_tokens", "max_cache_len"):
             value = getattr(self, name)
-            if (value is not None or name == "max_draft_tokens") and (not isinstance(value, int) or value < 1):
+            if (value is not None or name == "max_draft_tokens") and not (_is_integer(value) and value >= 1):
                 raise ValueError(f"`{name}` must be a positive integer, not {value!r}")
         for name in ("sink_tokens", "recent_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
+            if value is not None and not (_is_integer(value) and value >= 0):
                 raise ValueError(f"`{name}` must be zero or a positive integer, not {value!r}")
+        for name in ("cuda_graph", "compile", "offload"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, not {value!r}")
+        layers = tuple(self.dense_layers) if isinstance(self.dense_layers, Iterable) else (None,)
+        if not all(map(_is_integer, layers)):
+            raise ValueError(f"`dense_layers` must be indices of layers, such as (0, 1), not {self.dense_layers!r}")
+        object.__setattr__(self, "dense_layers", frozenset(layers))
         if self.compile and (self.max_cache_len is None or not self.cuda_graph):
             raise ValueError(
                 "`compile=True` is for decode steps that are captured in a CUDA graph; give `max_cache_len` and leave "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+"""What reading a file raises that is no trace, or not whole."""
 FORMAT = "hf_hisparse trace 1"
 """What a file says that it is; the number is raised when that changes."""
 
@@ -97,18 +100,19 @@ class Trace:
             OSError: If it cannot be opened.
             ValueError: If it is not such a file, or not whole.
         """
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as held:
-                if (found := str(held["format"])) != FORMAT:
-                    raise ValueError(f"it has the format {found!r}, and this reads {FORMAT!r}")
-                about = json.loads(str(held["about"]))
-                layers = [
-                    LayerTrace(**one, selections=held[f"selections.{i}"].cumsum(-1, dtype=np.int32))
-                    for i, one in enumerate(about.pop("layers"))
-                ]
-                return cls(**about, tokens=held["tokens"], emptied=held["emptied"], layers=layers)
-        except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError) as error:
-            raise ValueError(f"{os.fspath(path)!r} is not a trace that `save` wrote: {error}") from error
+        with open(path, "rb") as file:
+            try:
+                with np.load(file, allow_pickle=False) as held:
+                    if (found := str(held["format"])) != FORMAT:
+                        raise ValueError(f"it has the format {found!r}, and this reads {FORMAT!r}")
+                    about = json.loads(str(held["about"]))
+                    layers = [
+                        LayerTrace(**one, selections=held[f"selections.{i}"].cumsum(-1, dtype=np.int32))
+                        for i, one in enumerate(about.pop("layers"))
+                    ]
+                    return cls(**about, tokens=held["tokens"], emptied=held["emptied"], layers=layers)
+            except DAMAGED as error:
+                raise ValueError(f"{os.fspath(path)!r} is not a trace that `save` wrote: {error}") from error
 
 
 class TraceRecorder:

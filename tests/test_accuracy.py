@@ -17,7 +17,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -185,8 +185,9 @@ def test_needles_lie_where_they_should(depth, reader, sources):
 
 
 @given(st.integers(1, 40), st.integers(0, 500), st.integers(1, 30), st.integers(0, 5000))
+@example(2, 40, 1, 85)
 def test_the_largest_size(unit, fixed, smallest, room):
-    """Fits; and a hundredth more of the room would not have been enough for one more unit, or it is what is left."""
+    """Fits; and one more unit would not, or no more than a hundredth of the room is left."""
 
     def tokens(size: int) -> int:
         return fixed + unit * size + size % 3
@@ -197,7 +198,7 @@ def test_the_largest_size(unit, fixed, smallest, room):
         return
     size = largest(tokens, room, smallest)
     assert size >= smallest and tokens(size) <= room
-    assert tokens(size + 1) > room or room - tokens(size) <= max(2 * unit + 4, room / 50 + fixed / smallest)
+    assert tokens(size + 1) > room or room - tokens(size) < room / 100
 
 
 def test_parts_of_an_answer():
@@ -417,6 +418,13 @@ def test_another_run(run, capsys):
         ("--lengths 300", "needles_1 at 300 tokens: the shortest prompt takes"),
         ("--essays nowhere.json", "there is no nowhere.json"),
         ("--top-k 8", "no cache to compare: quest, pages of 4, top-k 8: `top_k=8` holds 2 items"),
+        ("--lengths 4.5K", "'4.5K' is not a number of tokens, such as 4096 or 4K"),
+        ("--lengths 0", "'0' is not a number of tokens"),
+        ("--needles 1 0", "`--needles` must be at least 1"),
+        ("--depths 0 1.5", "`--depths` must lie between 0 and 1"),
+        ("--depths -0.5", "`--depths` must lie between 0 and 1"),
+        ("--depths nan", "`--depths` must lie between 0 and 1"),
+        ("--dtype float12", "invalid choice: 'float12'"),
         ("--batch 0", "must be at least 1"),
         ("--model llama-tiny", "`--model llama-tiny` has no tokenizer"),
     ],
@@ -425,6 +433,120 @@ def test_arguments_that_do_not_fit(more, message, run, capsys):
     with pytest.raises(SystemExit):
         run("refused", *more.split())
     assert message in capsys.readouterr().err
+
+
+BROKEN = ("", "[]", "{}", '{"text": 5}', '{"text": " "}', '{"data": [{}]}', '[{"context": 1}]', '{"text": "cut', "\x80")
+"""What files of data are not, each of which is not what some of them are."""
+
+
+@pytest.mark.parametrize("content", BROKEN)
+@pytest.mark.parametrize("task", ["needles", "qa_1", "qa_2", "qasper", "trec"])
+def test_data_that_is_not_what_it_should_be(task, content, run, tmp_path, capsys):
+    """The file is named, and nothing is measured."""
+    longbench.write(tmp_path / "set", 1, 50)
+    files = {"needles": "essays.json", "qa_1": "squad.json", "qa_2": "hotpotqa.json", "qasper": "set/qasper.jsonl"}
+    broken = tmp_path / files.get(task, "set/dataset2maxlen.json")
+    broken.write_bytes(content.encode("latin-1"))
+    where = ["--questions", str(tmp_path), "--longbench", str(tmp_path / "set")]
+    if task == "needles":
+        where += ["--essays", str(broken)]
+    with pytest.raises(SystemExit):
+        run("broken", "--tasks", task, *where)
+    assert str(broken) in capsys.readouterr().err and not (tmp_path / "broken.jsonl").exists()
+
+
+def test_lines_of_longbench(reader, tmp_path):
+    """End where JSON's do, and not at what else parts lines of text."""
+    longbench.write(tmp_path, 3, 50)
+    path = tmp_path / "qasper.jsonl"
+    said = "one\u2028two\x85three"
+    entries = [json.loads(line) | {"context": said} for line in path.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries))
+    task = longbench.LongBench("qasper", 1000, reader, tmp_path)
+    assert task.available == 3 and said in reader.tokenizer.decode(task.sample(2).ids)
+
+
+@pytest.mark.parametrize("more", [["--samples", "0"], ["--tokens", "19"]])
+def test_a_made_up_set_of_nothing(more, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["longbench", str(tmp_path / "set"), *more])
+    with pytest.raises(SystemExit):
+        longbench.main()
+    assert "--samples is at least 1, and --tokens 20" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_the_smallest_made_up_set(reader, tmp_path):
+    longbench.write(tmp_path, 1, 20)
+    for name in longbench.datasets(tmp_path):
+        task = longbench.LongBench(name, 2000, reader, tmp_path)
+        sample = task.sample(0)
+        assert task.score(sample.answers[0], sample) == pytest.approx(1, abs=1e-6)
+
+
+def test_chinese_answers_without_what_parts_their_words(run, tmp_path, capsys, monkeypatch):
+    """Are left out of the whole, and refused where they are named, before anything is measured."""
+    folder, names = tmp_path / "set", ["multifieldqa_zh", "dureader", "vcsum"]
+    longbench.write(folder, 1, 50)
+    for file in ("dataset2prompt.json", "dataset2maxlen.json"):
+        held = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(dict.fromkeys(("qasper", *names), held["qasper"])))
+    for file in folder.glob("*.jsonl"):
+        if file.stem != "qasper":
+            file.unlink()
+    for name in names:
+        (folder / f"{name}.jsonl").write_text((folder / "qasper.jsonl").read_text())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    where = ["--longbench", str(folder), *"--algorithm quest --top-k 128".split()]
+    with pytest.raises(SystemExit):
+        run("refused", "--tasks", "qasper", "dureader", *where)
+    assert "dureader is scored by Chinese words: `pip install jieba`" in capsys.readouterr().err
+    assert not (tmp_path / "refused.jsonl").exists()
+    found = run("most", "--tasks", "longbench", *where)
+    assert {row["task"] for row in found["rows"]} == {"qasper"}
+    assert [reason.partition(" ")[0] for reason in found["left_out"]] == names
+
+
+def test_tasks_of_which_none_is_there(run, tmp_path, capsys):
+    longbench.write(tmp_path / "set", 1, 50)
+    for file in (tmp_path / "set").glob("*.jsonl"):
+        file.unlink()
+    with pytest.raises(SystemExit):
+        run("none", "--tasks", "longbench", "--longbench", str(tmp_path / "set"))
+    assert f"there are no data sets in {tmp_path / 'set'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cut", [None, 1, 12])
+def test_records_of_nothing_are_of_any_run(cut, tmp_path):
+    """A run that was refused, or stopped, before it measured anything stands in no other's way."""
+    path, names = tmp_path / "records.jsonl", ("at",)
+    Records(path, {"seed": 0, "batch": 1}, names)
+    if cut:
+        run = {"seed": 0, "batch": 1}
+        path.write_bytes(path.read_bytes()[:cut])
+    else:
+        run = {"seed": 1, "batch": 1}
+    Records(path, run, names).add({"at": 1})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [run, {"at": 1}]
+    assert {"at": 1} in Records(path, run, names)
+
+
+OTHER_FILES = [
+    "notes",
+    "notes\nmore",
+    '{"a": 1}',
+    '{"a": 1}\n',
+    '{"a": 1}\n{"b": 2}',
+    "[1]\n[2]\n",
+    '{"seed": 1}\n{"at": 1}\n{"a',
+]
+
+
+@pytest.mark.parametrize("content", OTHER_FILES)
+def test_a_file_of_another_kind_stays_as_it_is(content, tmp_path):
+    path = tmp_path / "notes.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="name another"):
+        Records(path, {"seed": 0}, ("at",))
+    assert path.read_text() == content
 
 
 def test_a_group_of_tasks_of_which_data_is_missing(run, capsys, monkeypatch):

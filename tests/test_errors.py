@@ -68,6 +68,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "max_cache_len float": ({"max_cache_len": 1e6}, ["`max_cache_len`", "positive integer", "1000000.0"]),
     "sink negative": ({"sink_tokens": -1}, ["`sink_tokens`", "zero or a positive integer", "-1"]),
     "recent negative": ({"recent_tokens": -1}, ["`recent_tokens`", "zero or a positive integer", "-1"]),
+    "top_k a bool": ({"top_k": True, "page_size": 1}, ["`top_k`", "positive integer", "True"]),
+    "sink a bool": ({"sink_tokens": False}, ["`sink_tokens`", "zero or a positive integer", "False"]),
+    **{
+        f"{name} {value!r}": ({name: value}, [f"`{name}`", "True or False", repr(value)])
+        for name in ("cuda_graph", "compile", "offload")
+        for value in ("no", 0, None)
+    },
+    **{
+        f"dense layers {value!r}": ({"dense_layers": value}, ["`dense_layers`", "such as (0, 1)", repr(value)])
+        for value in (1, "1", ["1"], [None], [[0]], None, [1.0], [True])
+    },
     "unknown algorithm": ({"algorithm": "fastest"}, ["`algorithm`", "'fastest'", "'auto'", "'quest'", "'rabitq'"]),
     "algorithm no KeyScoring": ({"algorithm": LightningIndexer}, ["`algorithm`", "`KeyScoring`", "LightningIndexer"]),
     "algorithm an instance": (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,31 @@ def bench(output: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ours = "--top-k 64 --page-size 4 --algorithm quest".split()
     status = bench_decode.main([*sizes, *ours, "--device", str(DEVICE), "--output", str(output), *more])
     return status, json.loads(output.read_text())
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Where a program of this project is named, which it is, and the options that it is given there."""
+    root = Path(__file__).parents[1]
+    sources = [*root.glob("*.md"), *root.glob("examples/*.ipynb")]
+    sources += [file for folder in ("eval", "examples", "hf_hisparse") for file in root.glob(f"{folder}/**/*.py")]
+    for file in sources:
+        text = file.read_text().replace("\\\n", " ")
+        for module, rest in re.findall(r"python -m ((?:eval|hf_hisparse)[\w.]*)([^`\n]*)", text):
+            yield str(file.relative_to(root)), module, re.findall(r"(?<!\S)(--[\w-]+)", rest)
+
+
+@pytest.mark.parametrize("module", sorted({module for _, module, _ in commands()}))
+def test_the_commands_that_are_written_down(module):
+    """Are of programs that there are, with options that they have."""
+    root = Path(__file__).parents[1]
+    path = root / module.rstrip(".").replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    where = [source for source, named, _ in commands() if named == module]
+    assert file.is_file() and '__name__ == "__main__"' in file.read_text(), f"{where}: there is no program {module}"
+    if not path.is_dir():
+        # What has a folder of its own takes another program's options.
+        given = {option for _, named, options in commands() if named == module for option in options}
+        assert given <= {*re.findall(r'"(--[\w-]+)"', file.read_text())}, where
 
 
 def test_a_commit_that_is_named_is_the_one_recorded(monkeypatch):
@@ -278,6 +306,48 @@ def test_sweep(tmp_path, capsys):
         found = json.loads(output.read_text())
         assert found["recommended"] == best
         assert all(row["modelled_p99_ms"] == pytest.approx(1 + row["bytes_p99"] / 1e3) for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--sizes 0.5", "--sizes are at least 1"),
+        ("--sizes nan", "--sizes are at least 1"),
+        ("--sizes 1 5000", "--sizes: a buffer holds at most 32768 items, here 2048 x top-k"),
+        ("--evictions fifo", "--evictions has the cache's own, lru"),
+        ("--context 0", "--context and --repeat 1"),
+        ("--context 60", "`--context 60` is not longer than top-k"),
+        ("--new-tokens 2", "--new-tokens is at least 3"),
+        ("--new-tokens 4 --live", "--live: ValueError: the trace has 3 decode steps"),
+        ("--step-ms -1", "--slowdown and --step-ms are not negative"),
+        ("--slowdown -0.1", "--slowdown and --step-ms are not negative"),
+        ("--dtype float12", "invalid choice: 'float12'"),
+        ("--trace none.npz", "No such file or directory"),
+    ],
+)
+def test_arguments_of_a_sweep_that_do_not_fit(more, message, tmp_path, capsys):
+    sizes = f"--model llama-tiny --top-k 64 --page-size 4 --context 80 --new-tokens 9 --device {DEVICE}"
+    with pytest.raises(SystemExit):
+        sweep.main([*sizes.split(), "--dtype", "float32", "--output", str(tmp_path / "rows.json"), *more.split()])
+    assert message in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_a_text_that_is_shorter_than_the_context(tmp_path):
+    """Is not read as if it were all that was asked for."""
+    path = tmp_path / "essays.json"
+    path.write_text(json.dumps({"text": "One. Two three."}))
+    model = SimpleNamespace(device=DEVICE)
+
+    def tokenizer(text: str, return_tensors: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=torch.tensor([[*text.encode()]]))
+
+    assert sweep.read(model, tokenizer, path, 10).shape == (1, 10)
+    with pytest.raises(ValueError, match="`--context 11` is more than the text has, 10 tokens"):
+        sweep.read(model, tokenizer, path, 11)
+    path = tmp_path / "word.json"
+    path.write_text('{"text": "word"}')
+    with pytest.raises(ValueError, match=r"word.json has no sentence that begins after 0 characters"):
+        sweep.read(model, tokenizer, path, 1)
 
 
 def test_what_selections_have_in_common():

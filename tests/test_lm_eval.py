@@ -24,7 +24,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: `pip install '.
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from hf_hisparse.lm_eval import OPTIONS, HierarchicalLM
+from hf_hisparse.lm_eval import HierarchicalLM
 from tests.tokens import save_tokenizer
 
 
@@ -119,7 +119,6 @@ def test_the_model_type_is_found_by_its_name():
         pytest.skip("the package is not installed")
     assert set(named) == {HierarchicalLM}
     assert lm_eval.api.registry.get_model("hisparse") is HierarchicalLM
-    assert "attention_backend" in OPTIONS and "backend" not in OPTIONS
 
 
 @pytest.mark.parametrize(("batch", "chat"), [(1, False), (3, True)], ids=["text", "chat"])
@@ -212,6 +211,36 @@ def test_decoded_log_likelihoods_over_a_selection(folder, batch):
                 results.append(float(picked.sum().detach()))
     torch.testing.assert_close(numbers(found, "chosen"), torch.tensor(expected).double(), rtol=1e-5, atol=1e-4)
     assert (torch.tensor(expected) - torch.tensor(dense)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("backend", ["default", "causal", "reference"])
+def test_a_backend_of_either_kind(folder, backend):
+    """`hf`'s, the kind of model, or the attention kernels."""
+    model = HierarchicalLM(str(folder), device=str(DEVICE), backend=backend)
+    assert model.backend == "causal"
+    assert model._cache.config.backend == (backend if backend == "reference" else "auto")
+
+
+def test_a_backend_of_neither_kind(folder):
+    with pytest.raises(ValueError, match="`backend` must be one of .*'reference'.*, not 'fast'"):
+        HierarchicalLM(str(folder), device=str(DEVICE), backend="fast")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("top_k=abc", "`top_k` must be a positive integer, not 'abc'"),
+        ("offload=no", "`offload` must be True or False, not 'no'"),
+        ("sparse_loglikelihood=no", "`sparse_loglikelihood` must be True or False, not 'no'"),
+        ("sparse_loglikelihood=1", "`sparse_loglikelihood` must be True or False, not 1"),
+        ("dense_layers=0;1", "`dense_layers` must be indices of layers"),
+    ],
+)
+def test_options_that_cannot_be(option, message):
+    """As they come from the command line, before a model is read: here there is none."""
+    with pytest.raises(ValueError) as error:
+        HierarchicalLM.create_from_arg_string(f"pretrained=none,{option}", {"device": "cpu"})
+    assert message in str(error.value)
 
 
 def test_options_that_do_not_fit(folder):

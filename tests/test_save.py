@@ -204,6 +204,17 @@ def test_other_options_are_refused(tmp_path, options):
     HierarchicalSparseCache.load(model, tmp_path / "cache", top_k=40)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dense_layers": 0}, "`dense_layers` must be indices"), ({"offload": "no"}, "`offload` must be True or False")],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, options, message):
+    model = make_model("llama")
+    filled(model, 60, top_k=40).save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=message):
+        HierarchicalSparseCache.load(model, tmp_path / "cache", **options)
+
+
 class Coarse(Quest):
     page_size = 4
 

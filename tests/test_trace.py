@@ -16,7 +16,7 @@ from torch import Tensor
 from eval.policies import POLICIES, Rows, simulate
 from hf_hisparse import HierarchicalSparseCache
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.trace import Trace
+from hf_hisparse.trace import LayerTrace, Trace
 from tests.helpers import METHODS, decode, forward, random_ids, same_bits
 
 
@@ -190,6 +190,24 @@ def test_a_file_that_is_no_trace(damage, tmp_path):
         Trace.load(path)
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "none.npz")
+
+
+def test_a_file_that_is_damaged_anywhere(tmp_path):
+    """Is no trace, or what is damaged says nothing."""
+    rng = np.random.default_rng(0)
+    selections = rng.integers(0, 99, (5, 2, 8), dtype=np.int32)
+    trace = Trace("m", "a", 8, 1, np.arange(5), np.zeros(5, np.bool_), [LayerTrace(0, 1, 8, None, selections)])
+    path = tmp_path / "trace.npz"
+    trace.save(path)
+    data, refused = path.read_bytes(), 0
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        try:
+            assert same(Trace.load(path), trace)
+        except ValueError as error:
+            assert "is not a trace that `save` wrote" in str(error)
+            refused += 1
+    assert refused > len(data) / 2
 
 
 # ---- simulation ------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from hf_hisparse.stats import CacheStats
 logger = logging.getLogger("lm_eval.hf_hisparse")
 """One of lm-eval's, which shows what those below its own say."""
 
-RENAMED = {"backend": "attention_backend"}
-"""Options that lm-eval has another argument of that name for."""
-OPTIONS = {RENAMED.get(field.name, field.name): field.name for field in fields(HiSparseConfig)}
+OPTIONS = {field.name for field in fields(HiSparseConfig)}
+KINDS = ("default", "causal", "seq2seq")
+"""What `backend` is for `hf`, the kind of model; no attention kernels are called that."""
 
 
 class Usage:
@@ -73,17 +73,23 @@ class HierarchicalLM(HFLM):
         pretrained: As for `hf`.
         sparse_loglikelihood: Whether a context is cached but for its last token, and that and the continuation are then
             fed token by token, each of which attends to a selection.
-        options: All of `HiSparseConfig`, with `attention_backend` for its `backend`, and all of `hf`.
+        options: All of `HiSparseConfig`, and all of `hf`. `backend` is of both: what names no kind of model names the
+            attention kernels. `dense_layers` may be a single index: several take `--model_args` in JSON.
 
     Raises:
         ValueError: If an option is out of range or does not fit the model.
     """
 
     def __init__(self, pretrained: Any, *args: Any, sparse_loglikelihood: bool = False, **options: Any):
-        own = {OPTIONS[name]: options.pop(name) for name in list(options) if name in OPTIONS}
+        if not isinstance(sparse_loglikelihood, bool):
+            raise ValueError(f"`sparse_loglikelihood` must be True or False, not {sparse_loglikelihood!r}")
+        kind = {"backend": options.pop("backend")} if options.get("backend") in KINDS else {}
+        own = {name: options.pop(name) for name in OPTIONS & options.keys()}
         layers = own.get("dense_layers", ())
         own["dense_layers"] = (layers,) if isinstance(layers, int) else layers
-        super().__init__(pretrained, *args, **options)
+        # Before a model is read, which may take minutes.
+        HiSparseConfig(**own)
+        super().__init__(pretrained, *args, **kind, **options)
         if self.backend != "causal":
             raise ValueError(
                 f"`pretrained={pretrained}` is an encoder-decoder; use a decoder-only model, or `--model hf`"
