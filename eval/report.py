@@ -279,10 +279,12 @@ def so_far(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def results_so_far(file: Path) -> dict[str, Any]:
     """Makes of OUTPUT.jsonl what the run would write to OUTPUT.json, and writes it."""
-    common, *records = (json.loads(line) for line in file.read_text().splitlines())
+    # A line that was being written when the run was interrupted does not count.
+    lines = file.read_text().split("\n")[:-1]
+    common, *records = (json.loads(line) for line in lines) if lines else ({},)
     found = so_far(records)
     if not found:
-        raise ValueError(f"{file} has no prompts that every setting has answered yet")
+        raise ValueError("no prompts that every setting has answered yet")
     began, ended = ({(record["task"], record["length"]) for record in some} for some in (records, found))
     left_out = [f"{task} at {length:,}: not measured in every setting yet" for task, length in sorted(began - ended)]
     names = [name for name in environment() if name in common]
@@ -299,8 +301,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run = results_so_far(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
         print(write(run["rows"], run["summary"], file.with_suffix("")))
-    except (OSError, KeyError, ValueError) as error:
-        parser.error(f"{file}: {error}")
+    except OSError as error:
+        parser.error(str(error))
+    except (KeyError, TypeError, ValueError) as error:
+        parser.error(f"{file} does not hold what `eval.accuracy` writes: {error}")
 
 
 if __name__ == "__main__":

@@ -666,9 +666,15 @@ def test_what_there_is_of_a_run_that_has_not_ended(tmp_path, monkeypatch):
         assert found["model"] == "a model" and found["environment"] == where | {"command": ANY}
         assert len(found["left_out"]) == (2 if extra else 0)
         assert (tmp_path / "run.md").read_text() == report.tables(report.rows(RECORDS), report.summary(RECORDS))
-    file.write_text("".join(json.dumps(line) + "\n" for line in [lines[0], RECORDS[0], RECORDS[-1] | {"first": 7}]))
-    with pytest.raises(SystemExit):
+        whole = file.read_text()
+        file.write_text(whole + json.dumps(RECORDS[0])[:-9])
         report.main([str(file)])
+        assert json.loads((tmp_path / "run.json").read_text()) == found
+    some = "".join(json.dumps(line) + "\n" for line in [lines[0], RECORDS[0], RECORDS[-1] | {"first": 7}])
+    for text in (some, "", "{", "[]\n", "1\n2\n"):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            report.main([str(file)])
 
 
 def test_plots(tmp_path):
