@@ -521,8 +521,10 @@ class HierarchicalSparseCache(Cache):
     @property
     def untouched(self) -> bool:
         """Whether a forward that is under way has handed no layer any token."""
+        if self._begun is None or self._recording:
+            return False
         counting = [layer for layer in self.layers if not isinstance(layer, LinearAttentionCacheLayerMixin)]
-        return self._begun is not None and {layer.get_seq_length() for layer in counting} == {self._begun[0]}
+        return {layer.get_seq_length() for layer in counting} == {self._begun[0]}
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
@@ -572,13 +574,16 @@ class HierarchicalSparseCache(Cache):
             mask: What the decoder is given as `attention_mask`.
 
         Raises:
-            ValueError: If the batch, the dtype or device of the model changed, its maximum position or `max_cache_len`
-                would be passed, or the mask shows padding as tokens, or tokens as padding.
+            ValueError: If the model is another one, the batch, the dtype or device of the model changed, its maximum
+                position or `max_cache_len` would be passed, or the mask shows padding as tokens, or tokens as padding.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         if self._recording:
             return
         self._settle()
+        made, here = (_kind_of(config) for config in (self._text_config, decoder.config))
+        if made != here:
+            raise ValueError(f"the cache was made for {made}, and this is {here}; make it from the model that uses it")
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:
@@ -866,6 +871,11 @@ def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kind(decoder: nn.Module) -> tuple[torch.dtype, torch.device]:
     """The dtype and the device of a decoder's first parameter."""
     return next(decoder.parameters()).dtype, device_of(decoder)
+
+
+def _kind_of(config: Any) -> str:
+    """What a model is, in words, as far as its cache has layers of other kinds than that of another model."""
+    return f"{config.num_hidden_layers} layers of `{config.model_type}`"
 
 
 def _max_length(config: Any) -> int | None:

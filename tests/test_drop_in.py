@@ -242,6 +242,29 @@ def test_linear_states_are_repeated_and_selected_as_histories_are(tiny):
         close(forward(model, new, cache, seen), forward(model, new, fresh, seen))
 
 
+# ---- models that change ----------------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_model_is_refused(tiny):
+    """Of another type, or with more layers or fewer; one that is a copy may take over."""
+    ids = random_ids(1, PROMPT)
+    models = [tiny("llama"), make_model("llama", num_hidden_layers=3), tiny("qwen3"), tiny("deepseek_v32")]
+    for model in models:
+        for other in models:
+            hf_hisparse.patch_model(other)
+            cache = HierarchicalSparseCache(model, **({} if hasattr(model.config, "index_topk") else GQA))
+            if other is model:
+                both = [generate(each, ids, cache.fork(), NEW) for each in (model, copy.deepcopy(model))]
+                assert same_bits(*(logits_of(output) for output in both))
+                continue
+            for held in (0, PROMPT - 1):
+                if held:
+                    forward(model, ids[:, :held], cache)
+                with pytest.raises(ValueError, match="was made for . layers of .*make it from the model that uses it"):
+                    generate(other, ids, cache, NEW)
+                assert cache.get_seq_length() == held
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
