@@ -8,7 +8,6 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from hf_hisparse.graph import GraphedForward, Uncapturable
 from hf_hisparse.late_check import LateCheck
 from hf_hisparse.models import (
     ModelPatch,
-    cache_argument,
     compiled_layers,
     is_patched,
     patch_model,
@@ -117,18 +115,8 @@ class HierarchicalLayer(CacheLayerMixin):
         if tokens_to_remove < 0:
             self.coordinator.crop(-tokens_to_remove)
 
-    def _select(self, index: Tensor) -> None:
-        self.coordinator.select_batch(index)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(self.coordinator.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        indices = torch.as_tensor(indices)
-        self._select(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+        self.coordinator.select_batch(beam_idx)
 
 
 class HierarchicalSparseCache(Cache):
@@ -194,7 +182,8 @@ class HierarchicalSparseCache(Cache):
         """Why the history is lost, if it is."""
         self._recording = False
         self._tracing: TraceRecorder | None = None
-        self._drafting = False
+        self._drafting = self._drafts_begin = False
+        """Whether `generate` has decoded with drafts, and whether its first forward that does is yet to come."""
         self._drafts = 0
         self._masks = LateCheck()
         """Whether the masks of decode steps were right."""
@@ -516,16 +505,27 @@ class HierarchicalSparseCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence: what they have in common is held once."""
-        self._settle()
-        self._prepare_batch(repeats * max((layer.coordinator.batch for _, layer in self._hierarchical), default=0))
-        self._change(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self._batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences at `indices`, which may repeat, or where a bool mask is true."""
         indices = torch.as_tensor(indices)
-        self._settle()
-        self._prepare_batch(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
-        self._change(self.layers, lambda layer: layer.batch_select_indices(indices))
+        self.reorder_cache(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+
+    @property
+    def _batch(self) -> int:
+        """How many sequences are held."""
+        held = [layer.coordinator.batch for _, layer in self._hierarchical]
+        others: list[Any] = [getattr(layer, "keys", None) for layer in self.layers]
+        return max(held or [len(keys) for keys in others if keys is not None], default=0)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether a forward that is under way has handed no layer any token."""
+        if self._begun is None or self._recording:
+            return False
+        counting = [layer for layer in self.layers if not isinstance(layer, LinearAttentionCacheLayerMixin)]
+        return {layer.get_seq_length() for layer in counting} == {self._begun[0]}
 
     def end_forward(self, failed: bool) -> None:
         """Called after a patched model's forward. What one that failed left in the layers before that is dropped."""
@@ -575,13 +575,16 @@ class HierarchicalSparseCache(Cache):
             mask: What the decoder is given as `attention_mask`.
 
         Raises:
-            ValueError: If the batch, the dtype or device of the model changed, its maximum position or `max_cache_len`
-                would be passed, or the mask shows padding as tokens, or tokens as padding.
+            ValueError: If the model is another one, the batch, the dtype or device of the model changed, its maximum
+                position or `max_cache_len` would be passed, or the mask shows padding as tokens, or tokens as padding.
             MemoryError: If the host memory for the new tokens cannot be had; the history is intact.
         """
         if self._recording:
             return
         self._settle()
+        made, here = (_kind_of(config) for config in (self._text_config, decoder.config))
+        if made != here:
+            raise ValueError(f"the cache was made for {made}, and this is {here}; make it from the model that uses it")
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:
@@ -629,9 +632,10 @@ class HierarchicalSparseCache(Cache):
         if self._begun is not None:
             # In a forward that is under way this is a model within a model.
             return forward(*args, **kwargs)
-        wanted = kwargs.get("logits_to_keep")
-        # `generate` asks for the logits of the drafts and of the one token before them, be it that of a prompt.
-        self._drafts = wanted - 1 if self._drafting and isinstance(wanted, int) and wanted > 1 else 0
+        if kwargs.get("use_cache") is False:
+            # `generate` then gives the whole text again at every step.
+            raise ValueError("`use_cache=False` is given beside a HierarchicalSparseCache; leave one of them out")
+        self._drafts = self._count_drafts(kwargs)
         try:
             if self.graphed is None:
                 return forward(*args, **kwargs)
@@ -641,8 +645,26 @@ class HierarchicalSparseCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Called by `generate` before it decodes with drafts, of which those that it rejects are cropped."""
-        self._drafting = True
+        self._drafting = self._drafts_begin = True
         super().activate_past_recording()
+
+    def _count_drafts(self, kwargs: dict[str, Any]) -> int:
+        """How many of a forward's last tokens are drafts of `generate`, which asks for their logits and for those of
+        the one token before them: of a prompt the last, where it begins, and later the only one there is.
+        """
+        wanted, inputs, positions = (kwargs.get(name) for name in ("logits_to_keep", "input_ids", "position_ids"))
+        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        if not self._drafting or inputs is None:
+            return 0
+        begins, self._drafts_begin = self._drafts_begin, False
+        length = self.get_seq_length()
+        if begins and length and positions is not None and not positions.min():
+            raise ValueError(
+                f"`generate` with drafts reads its whole prompt, over the {length} tokens in the cache that it begins "
+                "with; use a new cache, call `cache.reset()`, or generate without drafts"
+            )
+        drafts = wanted - 1 if isinstance(wanted, int) and wanted else 0
+        return drafts if begins or drafts + 1 == inputs.shape[1] else 0
 
     def steps(self, tokens: int) -> int:
         """How many of `tokens` new tokens, the last ones, take decode steps, in one hierarchical layer at least."""
@@ -852,6 +874,11 @@ def _kind(decoder: nn.Module) -> tuple[torch.dtype, torch.device]:
     return next(decoder.parameters()).dtype, device_of(decoder)
 
 
+def _kind_of(config: Any) -> str:
+    """What a model is, in words, as far as its cache has layers of other kinds than that of another model."""
+    return f"{config.num_hidden_layers} layers of `{config.model_type}`"
+
+
 def _max_length(config: Any) -> int | None:
     """The most positions that a model takes, or None where its config does not say."""
     longest = getattr(config, "max_position_embeddings", None)
@@ -861,74 +888,3 @@ def _max_length(config: Any) -> int | None:
     if longest is None or not scaled.get("factor"):
         return longest
     return max(longest, int(original * scaled["factor"]))
-
-
-def enable(model: nn.Module, **options: Any) -> contextlib.AbstractContextManager[None]:
-    """From here on, every `model.generate()` that is given no cache gets a fresh `HierarchicalSparseCache`.
-
-    So pipelines, notebooks and evaluation harnesses need no change. Continuous batching, which has a cache of its own,
-    is refused for as long. Also a context manager, that undoes it at its end:
-
-    ```python
-    with hf_hisparse.enable(model, top_k=1024):
-        pipeline("text-generation", model=model, tokenizer=tokenizer)(prompt)
-    ```
-
-    Args:
-        model: A decoder-only transformers model.
-        options: As for `HierarchicalSparseCache`.
-
-    Raises:
-        ValueError: If an option is out of range or does not fit the model.
-    """
-    HierarchicalSparseCache(model, **options)
-    held = model.__dict__.get("generate")
-    replaced = getattr(held, "replaced", held)
-    generate = replaced or partial(type(model).generate, model)  # type: ignore[attr-defined]
-
-    def generate_hierarchical(*args: Any, **kwargs: Any) -> Any:
-        chosen = ("past_key_values", "cache", "cache_implementation")
-        if all(kwargs.get(name) is None for name in chosen) and kwargs.get("use_cache") is not False:
-            cache = HierarchicalSparseCache(model, **options)
-            if getattr(kwargs.get("generation_config"), "is_assistant", False):
-                # Its tokens are drafts, as `generate` tells a cache that it makes itself.
-                cache.activate_past_recording()
-            kwargs[cache_argument(model)] = cache
-        return generate(*args, **kwargs)
-
-    generate_hierarchical.replaced = replaced  # type: ignore[attr-defined]
-    vars(model).update({"generate": generate_hierarchical, _CONTINUOUS: _refuse_continuous_batching})
-    return _until_exit(model, held)
-
-
-_CONTINUOUS = "init_continuous_batching"
-"""The method of a model that every way to batch continuously goes through."""
-
-
-def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError(
-        "continuous batching (`generate_batch`) keeps its history in a paged cache of its own, on the device, and "
-        "takes no other; call `generate`, or `hf_hisparse.disable(model)` before it"
-    )
-
-
-@contextlib.contextmanager
-def _until_exit(model: nn.Module, held: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        disable(model)
-        if held is not None:
-            model.generate = held
-        if hasattr(held, "replaced"):
-            vars(model)[_CONTINUOUS] = _refuse_continuous_batching
-
-
-def disable(model: nn.Module) -> None:
-    """Undoes `enable`. The model stays patched; `unpatch_model` undoes that too."""
-    ours = model.__dict__.get("generate")
-    if hasattr(ours, "replaced"):
-        del model.generate
-        vars(model).pop(_CONTINUOUS, None)
-        if ours.replaced is not None:
-            model.generate = ours.replaced

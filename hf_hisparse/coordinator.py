@@ -208,6 +208,11 @@ class SparseCoordinator:
             "hides a decoded token; padding is not stored, so that it cannot change (on a GPU this may be found a step "
             f"late): {fix}"
         )
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            raise ValueError(
+                f"`attention_mask` of shape {list(mask.shape)} has one for every head, and a selection is made by one "
+                f"for all; give one of [{len(mask)}, {total}]"
+            )
         if tokens > 1 and steps.settle():
             raise ValueError(other)
         if not (stored or decoded or self.padding):

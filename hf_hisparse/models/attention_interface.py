@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.algorithms import ALGORITHMS, AUTO, KeyScoring
@@ -41,7 +41,25 @@ def hisparse_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of a patched module: passes the call to the patch that the pre-hook named."""
     attend = kwargs.pop(NAME)
-    return attend(query, key, value, attention_mask, **kwargs), None
+    output = attend(query, key, value, attention_mask, **kwargs)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        output = _NoBackward.apply(output.detach(), query, key, value)
+    return output, None
+
+
+class _NoBackward(torch.autograd.Function):
+    """Attention whose gradients cannot be had: a history keeps none, and those of what is left would be wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *states: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError(
+            "no gradients pass through a HierarchicalSparseCache, whose history keeps none; give a forward that "
+            "`backward` follows another cache, or none"
+        )
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, hisparse_attention_forward)
@@ -71,7 +89,13 @@ def given_cache(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
 
 def cache_argument(model: nn.Module) -> str:
     """The keyword that a model takes the cache by. Before transformers 5.22: `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(transformers_model(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def transformers_model(model: nn.Module) -> nn.Module:
+    """The transformers model that an adapter or `torch.compile` has wrapped, or that it is."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def coordinator_of(cache: Any, layer_idx: int) -> SparseCoordinator | None:
@@ -246,12 +270,17 @@ class AttentionPatch:
         Returns:
             `[batch, new, heads, value_width]`.
         """
-        for name in ("sliding_window", "position_bias"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"a hierarchical layer cannot serve attention with `{name}`; name layer {self.module.layer_idx} in "
-                    "`dense_layers`"
-                )
+        unserved = [f"with `{name}`" for name in ("sliding_window", "position_bias") if kwargs.get(name) is not None]
+        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
+            unserved.append("with a mask for every head")
+        if not coordinator.attending:
+            unserved.append("that a module calls more than once")
+        if unserved:
+            raise ValueError(
+                f"a hierarchical layer cannot serve attention {unserved[0]}; name layer {self.module.layer_idx} in "
+                "`dense_layers`"
+            )
+        coordinator.attending = False
         new = query.shape[2]
         prompt = new - coordinator.steps(new)
         outputs = []

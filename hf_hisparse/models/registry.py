@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_hisparse.models.attention_interface import AttentionPatch, given_cache
+from hf_hisparse.models.attention_interface import AttentionPatch, given_cache, transformers_model
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.experts import Experts
 from hf_hisparse.models.regional import CompiledLayers
@@ -99,9 +98,16 @@ class ModelPatch:
 
     def _after(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self._experts.end()
-        end: Callable | None = getattr(given_cache(args, kwargs), "end_forward", None)
-        if end is not None:
-            end(failed=output is None)
+        cache: Any = given_cache(args, kwargs)
+        if not hasattr(cache, "end_forward"):
+            return
+        unused = output is not None and cache.untouched
+        cache.end_forward(failed=output is None)
+        if unused:
+            raise ValueError(
+                "the model's layers ran without the cache, as they do in training mode where gradients are "
+                "checkpointed; call `model.eval()` or `model.gradient_checkpointing_disable()`"
+            )
 
     def remove(self) -> None:
         """Takes every hook off."""
@@ -175,7 +181,7 @@ def _run(run: Callable[..., Any], *args: Any) -> Any:
 
 def patch_forward(model: nn.Module) -> None:
     """Puts a `PatchedForward` in front of a transformers model, or of the one that an adapter's wrapper holds."""
-    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    model = transformers_model(model)
     if not isinstance(vars(model).get("forward"), PatchedForward):
         vars(model)["forward"] = PatchedForward(model)
 
