@@ -336,3 +336,21 @@ def test_modules_that_attend_in_a_way_of_their_own_are_refused(name, said):
     assert torch.equal(
         generate(model, ids, dense_cache(model), NEW).sequences, generate(model, ids, None, NEW).sequences
     )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v32"])
+@pytest.mark.parametrize("length", [8, PROMPT], ids=["dense", "sparse"])
+def test_dropout_is_refused(model_type, length):
+    model = make_model(model_type, attention_dropout=0.5)
+    ids = random_ids(1, length + 2)
+    cache = HierarchicalSparseCache(model, top_k=32)
+    before = forward(model, ids[:, :length], cache)
+    model.train()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"dropout=0\.5.*model\.eval"):
+        model(ids[:, length : length + 1], **{cache_argument(model): cache})
+    assert cache.get_seq_length() == length
+    model.eval()
+    other = HierarchicalSparseCache(model, top_k=32)
+    assert same_bits(forward(model, ids[:, :length], other), before)
+    last = ids[:, length : length + 1]
+    assert same_bits(forward(model, last, cache), forward(model, last, other))

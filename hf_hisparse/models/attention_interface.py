@@ -41,10 +41,20 @@ def hisparse_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of a patched module: passes the call to the patch that the pre-hook named."""
     attend = kwargs.pop(NAME)
+    refuse_dropout(kwargs)
     output = attend(query, key, value, attention_mask, **kwargs)
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         output = _NoBackward.apply(output.detach(), query, key, value)
     return output, None
+
+
+def refuse_dropout(kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` if an attention function is given a rate of dropout, as it is in training mode."""
+    if kwargs.get("dropout"):
+        raise ValueError(
+            f"attention over a HierarchicalSparseCache drops nothing out, and is given dropout={kwargs['dropout']}; "
+            "call `model.eval()`"
+        )
 
 
 class _NoBackward(torch.autograd.Function):

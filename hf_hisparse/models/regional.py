@@ -25,7 +25,7 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.models.attention_interface import COMPILED, AttentionPatch, coordinator_of
+from hf_hisparse.models.attention_interface import COMPILED, AttentionPatch, coordinator_of, refuse_dropout
 from hf_hisparse.models.dsa import IndexerKeys, select
 
 
@@ -146,6 +146,7 @@ def compiled_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a module within a compiled layer; see `AttentionPatch.attend`."""
+    refuse_dropout(kwargs)
     for name in ("sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"a hierarchical layer cannot serve attention with `{name}`")
