@@ -529,6 +529,33 @@ def test_what_the_kernels_do_not_take_runs_as_pytorch_and_says_so():
         np.testing.assert_allclose(score.numpy(), expected, rtol=max(error, 1e-5), atol=1e-36)
 
 
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case("quest", 1, 2, 20, 300, 4, F32), "of a multiple of 8, at most 1024, not of 20"),
+        (Case("quest", 1, 257, 8, 300, 4, F32), "at most 256 query heads a KV head, not 257"),
+        (Case("rabitq", 1, 2, 264, 300, 4, F32), "heads of at most 256, not of 264"),
+        (Case("rabitq", 1, 257, 8, 300, 4, F32), "at most 256 query heads a KV head, not 257"),
+        (Case("rabitq", 1, 2, 16, 300, 65, F32), "pages of at most 64 tokens, not of 65"),
+    ],
+    ids=["quest width", "quest group", "rabitq width", "rabitq group", "rabitq page"],
+)
+def test_what_the_kernels_do_not_take_is_named_and_runs_as_pytorch(case, reason, monkeypatch):
+    named: list[str | None] = []
+    monkeypatch.setattr(cuda, "_falls_back", lambda device, reason=None: named.append(reason) or reason is not None)
+    history = History(case)
+    monkeypatch.setattr(ops, f"score_{case.method}", getattr(cuda, f"score_{case.method}"))
+    monkeypatch.setattr(ops, f"select_{case.method}", getattr(cuda, f"select_{case.method}"))
+    score = history.score()
+    window = history.starts, history.lengths, history.algorithm.page_size, 4, 64
+    scoring = history.query, history.items, history.scale, history.starts, history.lengths
+    selection = history.algorithm.select(*scoring, 2, 4, 64)
+    monkeypatch.undo()
+    assert all(name is not None and reason in name for name in named) and len(named) == 2
+    assert torch.equal(score, history.score())
+    assert torch.equal(selection, ops.top_k(score, 2, *window))
+
+
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("multiprocessors", [20, 132, 188])
 def test_launch_shapes(clusters, multiprocessors):
