@@ -582,9 +582,12 @@ class HierarchicalSparseCache(Cache):
         if self._recording:
             return
         self._settle()
-        made, here = (_kind_of(config) for config in (self._text_config, decoder.config))
-        if made != here:
-            raise ValueError(f"the cache was made for {made}, and this is {here}; make it from the model that uses it")
+        if decoder.config is not self._text_config:
+            made, here = (_kind_of(config) for config in (self._text_config, decoder.config))
+            if made != here:
+                raise ValueError(
+                    f"the cache was made for {made}, and this is {here}; make it from the model that uses it"
+                )
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         length = self.get_seq_length()
         if coordinators:

@@ -42,6 +42,9 @@ PyTorch reports that the host waits, garbage collection. One thread at a time do
 SYNCHRONISING = "synchronizing CUDA operation"
 """In the warning of PyTorch's that the host waits for the device."""
 
+AT_ONCE, WAITING = "batched_mm", ("eager", "grouped_mm")
+"""How a step multiplies a mixture of experts, and what that stands for: in these the host may wait for the device."""
+
 HOOKS = ("hf_hisparse.", "transformers.utils.output_capturing")
 """Modules whose hooks do nothing that a replay leaves undone. The second records layers' outputs, when asked to."""
 
@@ -445,7 +448,7 @@ class Snapshot:
             ],
             [
                 # Within a step that is captured these three are one.
-                "batched_mm" if value in ("eager", "grouped_mm") else value
+                AT_ONCE if value in WAITING else value
                 for config in (self.model.config, self.model.get_decoder().config)
                 for value in (
                     getattr(config, "_experts_implementation", None),

@@ -32,6 +32,9 @@ NAME = "hisparse"
 COMPILED = "hisparse_compiled"
 """The name of the attention function of a module within a compiled layer."""
 
+UNSERVED = ("sliding_window", "position_bias")
+"""Arguments of an attention function that a hierarchical layer has no meaning for."""
+
 _changing = threading.Lock()
 """Held while a thread enters or leaves a module."""
 
@@ -280,7 +283,7 @@ class AttentionPatch:
         Returns:
             `[batch, new, heads, value_width]`.
         """
-        unserved = [f"with `{name}`" for name in ("sliding_window", "position_bias") if kwargs.get(name) is not None]
+        unserved = [f"with `{name}`" for name in UNSERVED if kwargs.get(name) is not None]
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
             unserved.append("with a mask for every head")
         if not coordinator.attending:

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hisparse.graph import AT_ONCE, WAITING
 from hf_hisparse.models.config_view import ConfigView
 
-
-AT_ONCE = "batched_mm"
-WAITING = ("eager", "grouped_mm")
-"""Implementations for which the host may wait for the device."""
 
 _changing = threading.Lock()
 """Held while a thread begins or ends a step."""

@@ -25,7 +25,13 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
-from hf_hisparse.models.attention_interface import COMPILED, AttentionPatch, coordinator_of, refuse_dropout
+from hf_hisparse.models.attention_interface import (
+    COMPILED,
+    UNSERVED,
+    AttentionPatch,
+    coordinator_of,
+    refuse_dropout,
+)
 from hf_hisparse.models.dsa import IndexerKeys, select
 
 
@@ -147,7 +153,7 @@ def compiled_attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of a module within a compiled layer; see `AttentionPatch.attend`."""
     refuse_dropout(kwargs)
-    for name in ("sliding_window", "position_bias"):
+    for name in UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(f"a hierarchical layer cannot serve attention with `{name}`")
     # With an indexer's selection come latents, which are wider than what they expand to.

@@ -19,7 +19,7 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 MAX_K = ITEMS_PER_THREAD * MAX_THREADS
 MAX_PARTS = 4
 _SHARED_BYTES = {"swap_in": 96 << 10, "top_k": 4 * HELD_SCORES + (9 << 10)}
-"""The most dynamic shared memory of kernels that use much; every device from compute capability 8.0 on has it."""
+"""The most dynamic shared memory of kernels that use much; every device from compute capability 8.0 on has it. That
+of top-k is for keys, and for what completes them."""
 
 
 # ---- compilation -----------------------------------------------------------------------------------------------------
@@ -259,6 +260,7 @@ def _loaded(name: str, index: int, macros: tuple[str, ...]) -> Kernel:
 def unavailable(index: int) -> str | None:
     """Why the kernels cannot run on a device, None where they can. The first call compiles and loads them."""
     try:
+        # Of every file the first variant: the others are compiled when they are wanted.
         for name, macros in dict(reversed(KERNELS)).items():
             _kernel(name, index, macros)
     except Exception as error:  # Whatever it is, there is another way to run.
@@ -533,6 +535,12 @@ class Weighed(NamedTuple):
         group, chunks = self.partials.shape[1:3]
         return self.weights.data_ptr(), self.partials.data_ptr(), group, chunks, self.chunk_items.bit_length() - 1
 
+    @property
+    def norm_bytes(self) -> int:
+        """Shared memory in which a block of 32 warps finds the norm of every head."""
+        group = self.partials.shape[1]
+        return 8 * (group + max(group, 32))
+
 
 def top_k(
     scores: Tensor,
@@ -591,7 +599,7 @@ def _top_k(
     if isinstance(scores, Weighed):
         group = weights.shape[1]
         chunks = top_k_chunks(items, blocks, scores.chunk_items)
-        extra = 8 * (group + max(group, 32)) + 4 * group * chunks
+        extra = scores.norm_bytes + 4 * group * chunks
         if group and shared and shared + extra <= _SHARED_BYTES["top_k"]:
             macros, shared, source = ("MASS",), shared + extra, (*scores.arguments(), chunks)
         else:
@@ -628,13 +636,29 @@ def _softmax_mass(weighed: Weighed) -> Tensor:
         _kernel("softmax_mass", scores.device.index),
         rows * row_blocks,
         MASS_THREADS,
-        8 * (group + max(group, 32)),
+        weighed.norm_bytes,
         *weighed.arguments(),
         scores.data_ptr(),
         items,
         row_blocks,
     )
     return scores
+
+
+def _score(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, ...]) -> Tensor:
+    """An op that scores, of which `weigh` is the first half."""
+    weighed = weigh(*arguments)
+    return reference.in_pytorch(op, *arguments) if weighed is None else _softmax_mass(weighed)
+
+
+def _select(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, ...]) -> Tensor:
+    """An op that selects by scores, whose arguments come first and end in page size, scale, starts and lengths."""
+    *scoring, k, sink_tokens, recent_tokens = arguments
+    weighed = weigh(*scoring)
+    if weighed is None:
+        return reference.in_pytorch(op, *arguments)
+    page_size, _, starts, lengths = scoring[-4:]
+    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
 
 def _weigh_quest(
@@ -699,20 +723,12 @@ def _weigh_quest(
 
 def score_quest(*arguments: Any) -> Tensor:
     """`ops.score_quest` on a CUDA device."""
-    weighed = _weigh_quest(*arguments)
-    if weighed is None:
-        return reference.in_pytorch(reference.score_quest, *arguments)
-    return _softmax_mass(weighed)
+    return _score(reference.score_quest, _weigh_quest, arguments)
 
 
 def select_quest(*arguments: Any) -> Tensor:
     """`ops.select_quest` on a CUDA device."""
-    *scoring, k, sink_tokens, recent_tokens = arguments
-    weighed = _weigh_quest(*scoring)
-    if weighed is None:
-        return reference.in_pytorch(reference.select_quest, *arguments)
-    page_size, _, starts, lengths = scoring[-4:]
-    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    return _select(reference.select_quest, _weigh_quest, arguments)
 
 
 def encode_rabitq(
@@ -881,20 +897,12 @@ def _weigh_rabitq(
 
 def score_rabitq(*arguments: Any) -> Tensor:
     """`ops.score_rabitq` on a CUDA device."""
-    weighed = _weigh_rabitq(*arguments)
-    if weighed is None:
-        return reference.in_pytorch(reference.score_rabitq, *arguments)
-    return _softmax_mass(weighed)
+    return _score(reference.score_rabitq, _weigh_rabitq, arguments)
 
 
 def select_rabitq(*arguments: Any) -> Tensor:
     """`ops.select_rabitq` on a CUDA device."""
-    *scoring, k, sink_tokens, recent_tokens = arguments
-    weighed = _weigh_rabitq(*scoring)
-    if weighed is None:
-        return reference.in_pytorch(reference.select_rabitq, *arguments)
-    page_size, _, starts, lengths = scoring[-4:]
-    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    return _select(reference.select_rabitq, _weigh_rabitq, arguments)
 
 
 def _launch(kernel: Kernel, *arguments: Any, cluster: int = 1) -> None:
