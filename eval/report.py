@@ -87,14 +87,16 @@ def compare(records: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) 
     }
 
 
+def setting(record: dict[str, Any]) -> Hashable:
+    """What tells a record's setting from other ones."""
+    return record["method"], record["budget"]
+
+
 def compared(records: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each setting and each combination of the entries `names`."""
 
     def place(record: dict[str, Any]) -> Hashable:
         return tuple(record[name] for name in names)
-
-    def setting(record: dict[str, Any]) -> Hashable:
-        return record["method"], record["budget"]
 
     found = []
     for where, group in grouped(records, place).items():
@@ -269,9 +271,6 @@ def so_far(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def prompts(record: dict[str, Any]) -> Hashable:
         return record["task"], record["length"], record["depth"], record["first"]
 
-    def setting(record: dict[str, Any]) -> Hashable:
-        return record["method"], record["budget"]
-
     settings = {setting(record) for record in records}
     groups = grouped(records, prompts).values()
     return [record for group in groups if {setting(one) for one in group} == settings for record in group]
@@ -287,11 +286,11 @@ def results_so_far(file: Path) -> dict[str, Any]:
         raise ValueError("no prompts that every setting has answered yet")
     began, ended = ({(record["task"], record["length"]) for record in some} for some in (records, found))
     left_out = [f"{task} at {length:,}: not measured in every setting yet" for task, length in sorted(began - ended)]
-    names = [name for name in environment() if name in common]
-    where = {name: common.pop(name) for name in names} | {"command": environment()["command"]}
+    here, measured = environment(), rows(found)
+    where = {name: common.pop(name) for name in here if name in common} | {"command": here["command"]}
     run = {"environment": where, **common, "left_out": left_out, "summary": summary(found)}
-    write_results(file.with_suffix(".json"), rows(found), **run)
-    return run | {"rows": rows(found)}
+    write_results(file.with_suffix(".json"), measured, **run)
+    return run | {"rows": measured}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
