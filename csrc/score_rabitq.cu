@@ -1,19 +1,23 @@
 // score_rabitq: of every item and query head, the softmax weight of what the 1-bit keys of its tokens score: the first half
 // of RaBitQ's score, which softmax.cuh completes.
 //
-// In:   digits, levels and offsets from rotate_query; bits [rows, capacity, width / 8] uint8, least significant first; scales
-//       [rows, capacity] float16; starts and lengths [rows] int64. The macro BYTES is width / 8, at most 32.
+// In:   query [rows, group, width]; bits [rows, capacity, width / 8] uint8, least significant first; scales [rows, capacity]
+//       float16; centres [rows, centre_capacity, width], of the query's dtype; starts and lengths [rows] int64. The macro
+//       BYTES is width / 8, at most 32. `scale` multiplies logits and is in units of log2(e).
 // Out:  weights [rows, group, items] and partials [rows, group, units, 2] float32, as softmax.cuh reads them; tokens outside
 //       starts to lengths have weight 0.
 //
-// A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1. rotate_query
-// has made r integers of 24 bits; with bits b_i = 0 or 1 the sum is 2 * sum_i r_i b_i - sum_i r_i, exactly, whatever the
-// order. So the error is that of rounding r, 2^-24 of its largest channel, like that of a float32 product.
+// A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1. r is rounded to
+// integers of 24 bits (one less for a width above 128), in steps of its largest channel's 2^-23; with bits b_i = 0 or 1 the
+// sum is 2 * sum_i r_i b_i - sum_i r_i, exactly, whatever the order. So the error is that of rounding r, like that of a
+// float32 product.
 //
 // How. Matrix products m16n8k32 of bytes: 16 tokens by (4 heads x 4 digits) in two halves of 8 columns. The four lanes of a
-// group hold one 32-bit word each of a token's 128 bits; one mask makes four bytes of it, which are 0 or a power of two, and
-// the digits make good which. The columns are such that a lane ends with all digits of one head, and the rows such that it
-// does for two tokens that follow each other.
+// group hold one 32-bit word each of a token's 128 bits; one mask makes four bytes of it, which are 0 or 2^i for bit i of a
+// byte. So the integer of its channel is multiplied by 2^(7 - i), to four signed digits of a byte. In the products number s (0
+// to 3) of a step of 128 channels, of registers b0 and b1 (u = 0, 1) and column halves v, lane 4g + t holds in byte j digit 2v
+// + g % 2 of head g / 2, at channel 32t + 8j + 2s + u. The columns are such that a lane ends with all digits of one head, and
+// the rows such that it does for two tokens that follow each other.
 //
 // What bounds it is how many instructions there are, and that they fit the multiprocessor's instruction cache: some 90 a
 // tile, and 600 in all that is run. With shifts beside the masks, and everything unrolled over twice the tokens, 170 and
@@ -22,27 +26,31 @@
 // reads of 16 bytes a token, with conflicts about 8 cycles each a warp: 37. Sign flips and adds in float32: 540 million of
 // each, 35.
 //
-// Shape. A warp takes units of up to 64 tokens, a power of two of whole items, for 4 query heads; further heads of a group
-// are further blocks. Warps wait for nobody. The unit is the same whatever the shape, and so is the result.
+// Shape. A warp takes units of up to 64 tokens, a power of two of whole items, that follow each other, for 4 query heads;
+// further heads of a group are further blocks. A block begins with the rotation and the digits, which its warps share, while
+// their first loads are under way. The unit is the same whatever the shape, and so is the result.
 //
-// Cost, predicted for the same (us): launch 2; the first loads 1.5; 65536 tiles of 60 instructions at 2.5 a cycle and
+// Cost, predicted for the same (us): launch 2; the query 0.7, its rotation and digits 1.5; 65536 tiles of 60 instructions at 2.5 a cycle and
 // multiprocessor 7; the memory floor, 19 MB, is 4.5 and overlaps. About 11. Measured: 14, with 90 instructions a tile.
 
 #include "elements.cuh"
+#include "rotate.cuh"
 #include "warp.cuh"
 
 namespace {
 
+constexpr int kWidth = 8 * BYTES;
+constexpr bool kWhole = BYTES % 4 == 0;  // Whole words.
+constexpr int kSteps = BYTES <= 16 && kWhole ? 1 : 2;
+constexpr int kBlocks = kSteps == 1 ? 4 : 2;  // A multiprocessor, as in `heuristics`.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kUnit = 64;          // Tokens whose weights share a maximum, at most, as in `ops.cuda`.
 constexpr int kHeads = 4;
 constexpr int kTile = 16;          // Tokens a matrix product.
 constexpr int kTiles = kUnit / kTile;
+constexpr int kWords = 4 * kSteps;  // Of 32 channels.
+constexpr int kLargest = 127 * 0x10101 / kSteps;  // So that a sum over the width fits 32 bits.
 constexpr int kStride = kUnit + 8;  // So that the lanes of a warp write to different banks.
-constexpr bool kWords = BYTES % 4 == 0;
-constexpr int kSteps = BYTES <= 16 && kWords ? 1 : 2;
-constexpr int kBlocks = kSteps == 1 ? 4 : 2;  // A multiprocessor, as in `heuristics`.
-
 // c += a * b: 16 tokens by 8 columns, over 32 channels; bytes of a are unsigned.
 __device__ __forceinline__ void multiply(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -54,7 +62,7 @@ __device__ __forceinline__ void multiply(int (&c)[4], const unsigned (&a)[4], un
 // Word `index` of a token's bits; what lies behind them is 0.
 __device__ __forceinline__ unsigned load_word(const unsigned char* bits, int index) {
     unsigned word = 0;
-    if constexpr (kWords) {
+    if constexpr (kWhole) {
         if (index * 4 < BYTES) word = reinterpret_cast<const unsigned*>(bits)[index];
     } else {
 #pragma unroll
@@ -68,10 +76,10 @@ __device__ __forceinline__ unsigned load_word(const unsigned char* bits, int ind
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
-    const uint4* __restrict__ digits, const int2* __restrict__ levels, const float* __restrict__ offsets,
-    const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales, long long group_,
-    long long capacity_, long long offset_count, long long block_shift, long long items_, long long page_size_,
-    long long unit_items_, const long long* __restrict__ starts, const long long* __restrict__ lengths,
+    const void* __restrict__ query, const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales,
+    const void* __restrict__ centres, long long dtype, long long group_, long long odd, long long capacity_,
+    long long centre_capacity, long long block_shift, long long items_, long long page_size_, long long unit_items_,
+    double scale, const long long* __restrict__ starts, const long long* __restrict__ lengths,
     float* __restrict__ weights, float2* __restrict__ partials, long long units_, long long row_blocks
 ) {
     const int group = static_cast<int>(group_), capacity = static_cast<int>(capacity_);
@@ -84,10 +92,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const int heads = min(kHeads, group - static_cast<int>(head_tile) * kHeads);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int g = lane >> 2, t = lane & 3;  // Of a product's fragments: the tokens 2g and 2g + 1, and the word or the head.
-    const int first_unit = (blockIdx.x - tile_of_row * static_cast<unsigned>(row_blocks)) * kWarps + warp;
-    const int stride = static_cast<int>(row_blocks) * kWarps;
-    if (first_unit >= units) return;
+    const int index = (blockIdx.x - tile_of_row * static_cast<unsigned>(row_blocks)) * kWarps + warp;
+    const int warps = static_cast<int>(row_blocks) * kWarps, share = (units + warps - 1) / warps;
+    const int first_unit = index * share, unit_end = min(units, first_unit + share);
 
+    __shared__ uint4 digits[kSteps * 4 * 32];
+    __shared__ float queries[kHeads][32 * kWords];
+    __shared__ float scratch[kHeads][32 * kWords];
+    __shared__ int2 levels[kHeads];                       // Of a head, its step and the sum of its integers.
     __shared__ float weight_of[kWarps][kHeads][kStride];  // Of the tokens of a warp's unit.
 
     bits += row * capacity_ * BYTES;
@@ -113,23 +125,88 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     };
     load(first_unit * unit_tokens);
 
+    // ---- the query's digits: a warp takes a head ----
+    if (warp < kHeads) {
+        float x[kWords];
+        with_dtype(dtype, [&](auto type) {
+            using Type = decltype(type);
+            const auto* q = static_cast<const typename Type::Element*>(query) + (row * group + head_tile * kHeads + warp) * kWidth;
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) {
+                const int c = 32 * j + lane;
+                x[j] = warp < heads && c < kWidth ? Type::widen(q[c]) * static_cast<float>(scale) : 0.0f;
+                queries[warp][c] = x[j];
+            }
+        });
+        rotate(x, kWidth, static_cast<int>(odd), scratch[warp]);
+        float largest = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) largest = fmaxf(largest, fabsf(x[j]));
+        const float step = warp_max(largest) / kLargest;
+        int total = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            const float most = static_cast<float>(kLargest);
+            const int integer = step > 0 ? __float2int_rn(fminf(fmaxf(x[j] / step, -most), most)) : 0;
+            total += integer;
+            // Balanced: what a byte takes with its sign, the next one makes good.
+            const unsigned balanced = static_cast<unsigned>(integer * (128 >> lane % 8)) + 0x80808080u ^ 0x80808080u;
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+                const int s = lane % 8 / 2, u = lane % 2, there = 4 * (2 * warp + d % 2) + j % 4;
+                reinterpret_cast<unsigned char*>(digits + (j / 4 * 4 + s) * 32 + there)[(d / 2 * 2 + u) * 4 + lane / 8] =
+                    balanced >> (8 * d) & 0xff;
+            }
+        }
+        total = __reduce_add_sync(kAll, total);
+        if (lane == 0) levels[warp] = make_int2(__float_as_int(step), total);
+    }
+    __syncthreads();
+    if (first_unit >= units) return;
     uint4 b[kSteps][4];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-        for (int s = 0; s < 4; ++s) b[k][s] = digits[((tile_of_row * kSteps + k) * 4 + s) * 32 + lane];
+        for (int s = 0; s < 4; ++s) b[k][s] = digits[(k * 4 + s) * 32 + lane];
     }
-    const long long head = row * group + head_tile * kHeads + min(t, heads - 1);
-    const int2 level = levels[head];
+    const int2 level = levels[t];
     const float step = __int_as_float(level.x);
-    offsets += head * offset_count;
+    const long long head = row * group + head_tile * kHeads + min(t, heads - 1);
     weights += head * items_;
     partials += head * units_;
+
+    // Of head t, the product with a centre; -1 is none.
+    int known = -1;
+    float product = 0;
+    const auto multiply_centre = [&](int centre) {
+        if (centre == known) return;
+        known = centre;
+        float sum[kHeads] = {};
+        with_dtype(dtype, [&](auto type) {
+            using Type = decltype(type);
+            const auto* from = static_cast<const typename Type::Element*>(centres) + (row * centre_capacity + centre) * kWidth;
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) {
+                const int c = 32 * j + lane;
+                const float factor = c < kWidth ? Type::widen(from[c]) : 0.0f;
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) sum[h] += factor * queries[h][c];
+            }
+        });
+        // Lanes with one bit in common exchange what is not theirs, until each has one head's.
+        const float first = lane & 1 ? sum[1] : sum[0], second = lane & 1 ? sum[3] : sum[2];
+        const float odd_first = first + __shfl_xor_sync(kAll, lane & 1 ? sum[0] : sum[1], 1);
+        const float odd_second = second + __shfl_xor_sync(kAll, lane & 1 ? sum[2] : sum[3], 1);
+        product = (lane & 2 ? odd_second : odd_first) + __shfl_xor_sync(kAll, lane & 2 ? odd_first : odd_second, 2);
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) product += __shfl_xor_sync(kAll, product, lanes);
+    };
+
     const int begin = static_cast<int>(max(starts[row], 0LL));
     const int end = static_cast<int>(min(min(lengths[row], items_ * page_size), capacity_));
 
 #pragma unroll 1
-    for (int unit = first_unit; unit < units; unit += stride) {
+    for (int unit = first_unit; unit < unit_end; ++unit) {
         const int origin = unit * unit_tokens, stop = min(end, origin + unit_tokens);
 
         // ---- what a token's bits score, as a multiple of the step ----
@@ -160,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
                 x[i][r] = static_cast<float>(static_cast<int>(twice - level.y)) * Float16::widen(scale_of[i][r]);
             }
         }
-        if (unit + stride < units) load((unit + stride) * unit_tokens);
+        if (unit + 1 < unit_end) load((unit + 1) * unit_tokens);
 
         // ---- the unit's softmax ----
         const auto each = [&](auto body) {
@@ -173,9 +250,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
         // Where all tokens have one centre, what it adds to their logits cancels. (A step of 0 has no other x than 0.)
         float factor = step == 0 ? 1.0f : step, offset = 0;
         if (stop > origin) {
-            offset = offsets[origin >> shift];
-            if (origin >> shift != (stop - 1) >> shift) {
-                each([&](float& logit, int i) { logit = logit * step + offsets[min(origin + i, stop - 1) >> shift]; });
+            const int last = (stop - 1) >> shift;
+            multiply_centre(origin >> shift);
+            offset = product;
+            if (origin >> shift != last) {
+                each([&](float& logit, int) { logit *= step; });
+                for (int centre = origin >> shift; centre <= last; ++centre) {
+                    multiply_centre(centre);
+                    each([&](float& logit, int i) {
+                        if (min(origin + i, stop - 1) >> shift == centre) logit += product;
+                    });
+                }
                 factor = 1, offset = 0;
             }
         }

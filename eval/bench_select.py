@@ -47,7 +47,7 @@ TOP_K_SIZES = [(1, TOKENS, 2048), (8, TOKENS // 32, 64), (8, TOKENS // 2, 1024),
 COMPLETE, SELECT = ("softmax_mass", ()), ("top_k", ("MASS",))
 KERNELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "quest": (("score_quest", ()),),
-    "rabitq": (("rotate_query", ()), ("score_rabitq", (f"BYTES={WIDTH // 8}",))),
+    "rabitq": (("score_rabitq", (f"BYTES={WIDTH // 8}",)),),
 }
 """Of the first half of a score."""
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hf_hisparse import HierarchicalSparseCache, enable
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
-from hf_hisparse.algorithms.rabitq import rotation
 from hf_hisparse.ops import reference
-from hf_hisparse.ops.reference import softmax_mass, valid_tokens
+from hf_hisparse.ops.reference import rotation, softmax_mass, valid_tokens
 from tests.helpers import DEVICE, decode, generate, random_ids, same_bits
 
 

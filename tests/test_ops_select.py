@@ -17,8 +17,8 @@ from torch.library import opcheck
 
 from hf_hisparse import ops
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, Quest, RaBitQ
-from hf_hisparse.algorithms.rabitq import rotation
 from hf_hisparse.ops import cuda, heuristics
+from hf_hisparse.ops.reference import rotation
 
 
 gpu = pytest.mark.gpu
@@ -428,7 +428,7 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
         position = torch.full((rows,), t)
         position[-1] += ahead
         ops.encode_rabitq(
-            keys[t].to(device), position.to(device), matrix.to(device), bits, scales, centres, total, count, block
+            keys[t].to(device), position.to(device), bits, scales, centres, total, count, block
         )
 
     for row in range(rows):
@@ -466,13 +466,12 @@ def test_opcheck(device):
         opcheck(ops.top_k, (scores, 5, *window, 4, 1, 2))
         held = history.algorithm.representations
         if isinstance(history.algorithm, RaBitQ):
-            matrix = rotation(16, history.query.device)
             centres = history.algorithm.centres["centre"]
-            arguments = (history.query, matrix, held["bits"], held["scale"], centres, 256, history.items, 4)
+            arguments = (history.query, held["bits"], held["scale"], centres, 256, history.items, 4)
             opcheck(ops.score_rabitq, (*arguments, history.scale, *window))
             opcheck(ops.select_rabitq, (*arguments, history.scale, *window, 5, 1, 2))
             key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling[:2])
-            opcheck(ops.encode_rabitq, (key, history.lengths - 1, matrix, *state, 256))
+            opcheck(ops.encode_rabitq, (key, history.lengths - 1, *state, 256))
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)
             opcheck(ops.score_quest, (*arguments, history.scale, *window))
@@ -571,4 +570,3 @@ def test_launch_shapes(clusters, multiprocessors):
                 blocks = heuristics.rabitq_blocks(rows, units, multiprocessors)
                 assert 1 <= blocks <= -(-units // heuristics.RABITQ_WARPS)
                 assert blocks == 1 or rows * blocks <= heuristics.RABITQ_BLOCKS * multiprocessors
-            assert 1 <= heuristics.centre_blocks(rows * items, multiprocessors) <= max(1, multiprocessors // 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,14 +11,6 @@ from hf_hisparse import ops
 from hf_hisparse.algorithms.base import KeyScoring, Representations
 from hf_hisparse.layout import select_rows
 from hf_hisparse.ops.reference import grains, mean_of_grains, rabitq_bits
-
-
-@lru_cache
-def rotation(width: int, device: torch.device) -> Tensor:
-    """A fixed random rotation `[width, width]`, the same on every device: after it no channel stands out."""
-    generator = torch.Generator().manual_seed(0)
-    q, r = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).float().contiguous().to(device)
 
 
 class RaBitQ(KeyScoring):
@@ -125,7 +116,6 @@ class RaBitQ(KeyScoring):
         ops.encode_rabitq(
             key,
             position,
-            rotation(key.shape[-1], key.device),
             self.representations["bits"],
             self.representations["scale"],
             self.centres["centre"],
@@ -136,16 +126,16 @@ class RaBitQ(KeyScoring):
     @staticmethod
     def encode(centred: Tensor) -> dict[str, Tensor]:
         """Centred keys `[rows, n, width]` float32 as bits `[rows, n, width / 8]` uint8, scales `[rows, n]` float16."""
-        bits, scale = rabitq_bits(centred, rotation(centred.shape[-1], centred.device))
+        bits, scale = rabitq_bits(centred)
         return {"bits": bits, "scale": scale}
 
     def score(self, query: Tensor, items: int, *window: Any) -> Tensor:
-        return ops.score_rabitq(query, *self._codes(query), items, self.page_size, *window)
+        return ops.score_rabitq(query, *self._codes, items, self.page_size, *window)
 
     def select(self, query: Tensor, items: int, *window: Any) -> Tensor:
-        return ops.select_rabitq(query, *self._codes(query), items, self.page_size, *window)
+        return ops.select_rabitq(query, *self._codes, items, self.page_size, *window)
 
-    def _codes(self, query: Tensor) -> tuple[Any, ...]:
+    @property
+    def _codes(self) -> tuple[Any, ...]:
         held = self.representations
-        turn = rotation(query.shape[-1], query.device)
-        return turn, held["bits"], held["scale"], self.centres["centre"], self.block
+        return held["bits"], held["scale"], self.centres["centre"], self.block

@@ -35,7 +35,6 @@ from hf_hisparse.ops.heuristics import (
     RABITQ_WARPS,
     SwapInShape,
     append_threads,
-    centre_blocks,
     direct_blocks,
     mass_blocks,
     pieces,
@@ -54,7 +53,6 @@ KERNELS = (
     ("top_k", ()),
     ("top_k", ("MASS",)),
     ("score_quest", ()),
-    ("rotate_query", ()),
     ("score_rabitq", ("BYTES=16",)),
     ("score_rabitq", ("BYTES=32",)),
     ("score_rabitq", ("BYTES=10",)),
@@ -509,7 +507,7 @@ _GROUP = 256
 _RABITQ_UNIT = 64
 """Tokens that a warp scores at once, as `kUnit` in score_rabitq.cu."""
 _RABITQ_WIDTH = 256
-"""The widest query, as `kWidth` in rotate_query.cu."""
+"""The widest query, as `kWords` in encode_rabitq.cu."""
 
 
 def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
@@ -734,7 +732,6 @@ def select_quest(*arguments: Any) -> Tensor:
 def encode_rabitq(
     key: Tensor,
     position: Tensor,
-    rotation: Tensor,
     bits: Tensor,
     scales: Tensor,
     centres: Tensor,
@@ -751,12 +748,11 @@ def encode_rabitq(
         reason = f"encode_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
     if _falls_back(key.device, reason):
         return reference.in_pytorch(
-            reference.encode_rabitq, key, position, rotation, bits, scales, centres, total, count, block
+            reference.encode_rabitq, key, position, bits, scales, centres, total, count, block
         )
     device, capacity = key.device, bits.shape[1]
     key = key.contiguous()
     _check("encode_rabitq", "position", position, torch.int64, (rows,), device)
-    _check("encode_rabitq", "rotation", rotation, torch.float32, (width, width), device)
     _check("encode_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
     _check("encode_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
     _check("encode_rabitq", "centres", centres, key.dtype, (rows, centres.shape[1], width), device)
@@ -768,17 +764,17 @@ def encode_rabitq(
         _launch(
             _kernel("encode_rabitq", device.index),
             rows,
-            512,
+            32,
             0,
             key.data_ptr(),
             position.data_ptr(),
-            rotation.data_ptr(),
             bits.data_ptr(),
             scales.data_ptr(),
             centres.data_ptr(),
             total.data_ptr(),
             count.data_ptr(),
             width,
+            width // (width & -width),
             capacity,
             centres.shape[1],
             block,
@@ -789,7 +785,6 @@ def encode_rabitq(
 
 def _weigh_rabitq(
     query: Tensor,
-    rotation: Tensor,
     bits: Tensor,
     scales: Tensor,
     centres: Tensor,
@@ -815,7 +810,6 @@ def _weigh_rabitq(
         return None
     device, capacity = query.device, bits.shape[1]
     query = query.contiguous()
-    _check("score_rabitq", "rotation", rotation, torch.float32, (width, width), device)
     _check("score_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
     _check("score_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
     _check("score_rabitq", "centres", centres, query.dtype, (rows, centres.shape[1], width), device)
@@ -837,54 +831,31 @@ def _weigh_rabitq(
     if items * page_size >= 1 << 30:
         raise ValueError(f"score_rabitq: {items} items of {page_size} tokens are more than 2^30 tokens")
     chunk_items = 1 << (_RABITQ_UNIT // page_size).bit_length() - 1
-    units, tiles, count = -(-items // chunk_items), -(-group // _HEADS), -(-tokens // block)
+    units, tiles = -(-items // chunk_items), -(-group // _HEADS)
     weights = torch.empty(rows, group, items, dtype=torch.float32, device=device)
     partials = torch.empty(rows, group, units, 2, dtype=torch.float32, device=device)
     if weights.numel() == 0:
         return Weighed(weights, partials, chunk_items)
-    multiprocessors = _device(device.index)[0]
-    steps = 1 if width <= 128 and width % 32 == 0 else 2
-    digits = torch.empty(rows, tiles, steps, 4, 32, 4, dtype=torch.int32, device=device)
-    levels = torch.empty(rows, group, 2, dtype=torch.int32, device=device)
-    offsets = torch.empty(rows, group, count, dtype=torch.float32, device=device)
-    _launch(
-        _kernel("rotate_query", device.index),
-        rows * tiles + centre_blocks(rows * tiles * count, multiprocessors),
-        1024,
-        0,
-        query.data_ptr(),
-        rotation.data_ptr(),
-        centres.data_ptr(),
-        steps,
-        _DTYPES[query.dtype],
-        rows,
-        group,
-        width,
-        centres.shape[1],
-        count,
-        float(scale * _LOG2_E),
-        digits.data_ptr(),
-        levels.data_ptr(),
-        offsets.data_ptr(),
-    )
-    row_blocks = rabitq_blocks(rows * tiles, units, multiprocessors)
+    row_blocks = rabitq_blocks(rows * tiles, units, _device(device.index)[0])
     _launch(
         _kernel("score_rabitq", device.index, (f"BYTES={width // 8}",)),
         rows * tiles * row_blocks,
         32 * RABITQ_WARPS,
         0,
-        digits.data_ptr(),
-        levels.data_ptr(),
-        offsets.data_ptr(),
+        query.data_ptr(),
         bits.data_ptr(),
         scales.data_ptr(),
+        centres.data_ptr(),
+        _DTYPES[query.dtype],
         group,
+        width // (width & -width),
         capacity,
-        count,
+        centres.shape[1],
         block.bit_length() - 1,
         items,
         page_size,
         chunk_items,
+        float(scale * _LOG2_E),
         starts.data_ptr(),
         lengths.data_ptr(),
         weights.data_ptr(),

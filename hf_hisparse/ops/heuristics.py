@@ -128,11 +128,6 @@ def rabitq_blocks(rows: int, units: int, multiprocessors: int) -> int:
     return max(1, min(-(-units // RABITQ_WARPS), RABITQ_BLOCKS * multiprocessors // rows))
 
 
-def centre_blocks(products: int, multiprocessors: int) -> int:
-    """Blocks that multiply queries with centres, beside those that rotate them: a warp a product, half the device."""
-    return max(1, min(-(-products // 32), multiprocessors // 2))
-
-
 def mass_blocks(rows: int, items: int, multiprocessors: int) -> int:
     """Blocks a row of the kernel that completes a score: enough to fill the device, of an item a thread or more."""
     return max(1, min(-(-items // MASS_THREADS), 2 * multiprocessors // rows))

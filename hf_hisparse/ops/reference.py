@@ -19,7 +19,7 @@ A history lies in host memory in slabs: `slab_table [rows, slabs]` int64 holds t
 from __future__ import annotations
 
 import ctypes
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -392,17 +392,49 @@ def _(query, low, high, items, page_size, scale, starts, lengths, k, sink_tokens
     return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
-def rabitq_bits(centred: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+ROTATION_SIGNS = (
+    (0x4A64E8A8, 0xABF7CE3E, 0xBE7C9446, 0xBF342A8C, 0xB9907BF4, 0x96C31F65, 0x27548474, 0x1370462C),
+    (0x377276B7, 0x307C2456, 0x3C665AB9, 0x409CE8B3, 0x95C2ECAF, 0x40F5E438, 0xB533AFCF, 0x69FEA2A0),
+    (0x9F479A05, 0xAEC58714, 0xA0ED2194, 0x1FEAA33A, 0x047F0C17, 0xD8FFC64A, 0x63B76AA1, 0x03045A67),
+    (0xF054BB76, 0x91CB2AF0, 0x2A8F5F8D, 0x133F8C27, 0x9CB2E35F, 0xC198CA28, 0x7A720844, 0x237719D0),
+)
+"""Of every round of RaBitQ's rotation, the channels that change their sign, 32 a word."""
+
+
+@lru_cache
+def rotation(width: int, device: torch.device) -> Tensor:
+    """RaBitQ's fixed random rotation, `[width, width]` float32: rounds of random signs and a Hadamard transform.
+
+    After it no channel stands out. A width that is no power of two is an odd number of blocks that are one, which a
+    cosine transform mixes.
+
+    Args:
+        width: Channels.
+    """
+    block = width & -width
+    odd = width // block
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < block:
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1))) / 2**0.5
+    own, other = torch.arange(odd, dtype=torch.float64), torch.arange(odd, dtype=torch.float64).unsqueeze(1) + 0.5
+    mixing = (torch.pi * other * own / odd).cos() * ((1 + (own > 0)) / odd).sqrt()
+    found = torch.eye(width, dtype=torch.float64)
+    for words in ROTATION_SIGNS:
+        bits = torch.tensor([word >> i & 1 for word in words for i in range(32)]).repeat(-(-width // 256))[:width]
+        found = found * (1 - 2 * bits) @ torch.kron(mixing, hadamard)
+    return found.float().to(device)
+
+
+def rabitq_bits(centred: Tensor) -> tuple[Tensor, Tensor]:
     """What RaBitQ keeps of centred keys.
 
     Args:
         centred: `[rows, n, width]` float32.
-        rotation: `[width, width]` float32.
 
     Returns:
         Bits `[rows, n, width / 8]` uint8, least significant first, and scales `[rows, n]` float16.
     """
-    x = centred @ rotation
+    x = centred @ rotation(centred.shape[-1], centred.device)
     scale = x.square().sum(-1) / x.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     bits = (x >= 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
     return bits.sum(-1, dtype=torch.uint8), scale.to(torch.float16)
@@ -428,7 +460,6 @@ def mean_of_grains(total: Tensor, count: Tensor) -> Tensor:
 def encode_rabitq(
     key: Tensor,
     position: Tensor,
-    rotation: Tensor,
     bits: Tensor,
     scales: Tensor,
     centres: Tensor,
@@ -443,7 +474,7 @@ def encode_rabitq(
     Args:
         key: `[rows, width]`.
         position: `[rows]` int64, the token's index in the history.
-        rotation, bits, scales, centres: As for `score_rabitq`.
+        bits, scales, centres: As for `score_rabitq`.
         total, count: `[rows, width]` and `[rows, 1]` int64, sum, in grains, and number of the keys of the newest block.
         block: Tokens a block.
     """
@@ -453,12 +484,12 @@ def encode_rabitq(
     centres[rows, position // block] = centre
     total.copy_(torch.where(opens, 0, total) + grains(key))
     count.copy_(torch.where(opens, 0, count) + 1)
-    entries = rabitq_bits((key.float() - centre.float()).unsqueeze(1), rotation)
+    entries = rabitq_bits((key.float() - centre.float()).unsqueeze(1))
     bits[rows, position], scales[rows, position] = (entry.squeeze(1) for entry in entries)
 
 
 @encode_rabitq.register_fake
-def _(key, position, rotation, bits, scales, centres, total, count, block):
+def _(key, position, bits, scales, centres, total, count, block):
     return None
 
 
@@ -469,7 +500,6 @@ TOKENS_UNPACKED = 1 << 14
 @torch.library.custom_op("hf_hisparse::score_rabitq", mutates_args=())
 def score_rabitq(
     query: Tensor,
-    rotation: Tensor,
     bits: Tensor,
     scales: Tensor,
     centres: Tensor,
@@ -482,11 +512,10 @@ def score_rabitq(
 ) -> Tensor:
     """RaBitQ's scores: the softmax over tokens of the estimated logits, summed over items and a group's query heads.
 
-    A token's logit is estimated as `scale * (q . centre + (q @ rotation) . (token_scale * signs))`.
+    A token's logit is estimated as `scale * (q . centre + (q R) . (token_scale * signs))`.
 
     Args:
         query: `[rows, group, width]`, the query heads that share a row's KV head.
-        rotation: `[width, width]` float32.
         bits: `[rows, capacity, width / 8]` uint8, of every token the signs of its key, least significant bit first.
         scales: `[rows, capacity]` float16, the token's scale.
         centres: `[rows, blocks, width]`, the centre of each block of tokens.
@@ -501,7 +530,7 @@ def score_rabitq(
     """
     tokens = min(items * page_size, bits.shape[1])
     query = query.float() * scale
-    rotated = query @ rotation
+    rotated = query @ rotation(query.shape[-1], query.device)
     offset = query @ centres.float().transpose(1, 2)
     logits = query.new_full((*query.shape[:2], items * page_size), -torch.inf)
     shifts = torch.arange(8, dtype=torch.uint8, device=query.device)
@@ -516,14 +545,13 @@ def score_rabitq(
 
 
 @score_rabitq.register_fake
-def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths):
+def _(query, bits, scales, centres, block, items, page_size, scale, starts, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
 
 
 @torch.library.custom_op("hf_hisparse::select_rabitq", mutates_args=())
 def select_rabitq(
     query: Tensor,
-    rotation: Tensor,
     bits: Tensor,
     scales: Tensor,
     centres: Tensor,
@@ -538,12 +566,12 @@ def select_rabitq(
     recent_tokens: int,
 ) -> Tensor:
     """`top_k` of `score_rabitq`, whose arguments it takes."""
-    scores = score_rabitq(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths)
+    scores = score_rabitq(query, bits, scales, centres, block, items, page_size, scale, starts, lengths)
     return top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
 
 
 @select_rabitq.register_fake
-def _(query, rotation, bits, scales, centres, block, items, page_size, scale, starts, lengths, k, sink, recent):
+def _(query, bits, scales, centres, block, items, page_size, scale, starts, lengths, k, sink, recent):
     return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
