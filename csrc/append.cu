@@ -17,6 +17,7 @@
 // trips, about 2 us. The writes to the host are posted: nothing waits for them but the end of the kernel.
 
 #include "copy.cuh"
+#include "dependent_launch.cuh"
 #include "entry.cuh"
 
 namespace {
@@ -55,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) append(
     char* buffer, long long item_bytes, long long slots,
     int* item_slot, long long items, int* slot_item, int* last_used, const int* clock
 ) {
+    await_previous();
     const long long row = blockIdx.x;
     const long long at = position[row];
     if (at < 0) return;

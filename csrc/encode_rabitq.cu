@@ -15,6 +15,7 @@
 // Cost, predicted (H200, us): launch 2, position and then key, centre and total 1.2, the rotation 0.4, the rest 0.3. About
 // 4, in place of thirty kernels of PyTorch.
 
+#include "dependent_launch.cuh"
 #include "elements.cuh"
 #include "rotate.cuh"
 #include "warp.cuh"
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(32) encode_rabitq(
     long long* __restrict__ count, long long width_, long long odd, long long capacity, long long centre_capacity,
     long long block, long long dtype
 ) {
+    await_previous();
     const int width = static_cast<int>(width_), lane = threadIdx.x;
     const long long row = blockIdx.x, at = position[row], held = count[row];
     const bool opens = at % block == 0;

@@ -16,6 +16,7 @@
 // an element and head, a conversion an element and a quarter of a clamp, which overlap it but for the last of each
 // block, 1; the softmax of a chunk 0.7. About 8.
 
+#include "dependent_launch.cuh"
 #include "elements.cuh"
 #include "warp.cuh"
 
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) score_quest(
     const long long* __restrict__ starts, const long long* __restrict__ lengths,
     float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
 ) {
+    await_previous();
     const int group = static_cast<int>(group_), width = static_cast<int>(width_), pages = static_cast<int>(pages_);
     const unsigned chunks = static_cast<unsigned>(chunks_), tiles = (group + kHeads - 1) / kHeads;
     const unsigned chunk = blockIdx.x % chunks, tile = blockIdx.x / chunks % tiles;

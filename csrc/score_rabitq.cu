@@ -33,6 +33,7 @@
 // Cost, predicted for the same (us): launch 2; the query 0.7, its rotation and digits 1.5; 65536 tiles of 60 instructions at 2.5 a cycle and
 // multiprocessor 7; the memory floor, 19 MB, is 4.5 and overlaps. About 11. Measured: 14, with 90 instructions a tile.
 
+#include "dependent_launch.cuh"
 #include "elements.cuh"
 #include "rotate.cuh"
 #include "warp.cuh"
@@ -82,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     double scale, const long long* __restrict__ starts, const long long* __restrict__ lengths,
     float* __restrict__ weights, float2* __restrict__ partials, long long units_, long long row_blocks
 ) {
+    await_previous();
     const int group = static_cast<int>(group_), capacity = static_cast<int>(capacity_);
     const int page_size = static_cast<int>(page_size_), items = static_cast<int>(items_);
     const int units = static_cast<int>(units_), shift = static_cast<int>(block_shift);

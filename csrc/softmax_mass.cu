@@ -10,12 +10,14 @@
 // half has left in L2, 2. About 6 for 65536 items, 5 for 4096 of 32 chunks. Where the best items are all that is wanted,
 // top_k does it on its way.
 
+#include "dependent_launch.cuh"
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024, 1) softmax_mass(
     const float* __restrict__ weights, const float2* __restrict__ partials, long long group_, long long chunks_,
     long long chunk_shift, float* __restrict__ scores, long long items_, long long row_blocks
 ) {
+    await_previous();
     const int group = static_cast<int>(group_), items = static_cast<int>(items_), chunks = static_cast<int>(chunks_);
     const unsigned row = blockIdx.x / static_cast<unsigned>(row_blocks);
     const int share = (items + static_cast<int>(row_blocks) - 1) / static_cast<int>(row_blocks);

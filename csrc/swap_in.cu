@@ -31,6 +31,7 @@
 // With WITHOUT_COPY defined the bytes are not copied and all else is done: what the mechanism costs, for measurement.
 
 #include "copy.cuh"
+#include "dependent_launch.cuh"
 #include "entry.cuh"
 
 namespace {
@@ -484,6 +485,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) swap_in(
     unsigned long long* totals, int* log, long long steps,
     int* progress, int* listed, long long rows_, long long pieces_, long long piece_bytes, long long movers_, long long per_row_
 ) {
+    await_previous();
     const int k = static_cast<int>(k_), slots = static_cast<int>(slots_), rows = static_cast<int>(rows_);
     const int movers = static_cast<int>(movers_), per_row = static_cast<int>(per_row_);
     const auto row_at = [&](long long row) {

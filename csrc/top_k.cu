@@ -26,6 +26,7 @@
 // partials 2, three more loads an item 2; measured, 5.
 
 #include "cluster.cuh"
+#include "dependent_launch.cuh"
 #include "softmax.cuh"
 #include "warp.cuh"
 
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ starts,
     const long long* __restrict__ lengths, long long page_size, long long sink_tokens, long long recent_tokens
 ) {
+    await_previous();
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
     const int blocks = cluster_blocks(), block = cluster_rank();
     const long long row = cluster_id();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -370,6 +371,32 @@ def test_graph_replay_equals_eager(case):
 
 
 @gpu
+@pytest.mark.parametrize("case", [CASES[1], CASES[2]], ids=str)
+def test_a_graph_of_many_steps(case):
+    """Kernels of one stream, each of which takes its place before the one before it has ended."""
+    steps = 40
+    expected, state, warm, source = State(case, "cpu"), State(case, "cuda"), State(case, "cuda"), Steps(case)
+    given = [(source.next_selection(), *source.next_token()) for _ in range(steps)]
+    on_device = [tuple(tensor.cuda() for tensor in step) for step in given]
+    selection, token, position = (tensor.clone() for tensor in on_device[0])
+    ops.swap_in(*warm.swap_in_arguments(selection))
+    ops.append(*warm.append_arguments(token, position))
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for step in on_device:
+            for static, tensor in zip((selection, token, position), step, strict=True):
+                static.copy_(tensor)
+            found.append(ops.swap_in(*state.swap_in_arguments(selection)))
+            ops.append(*state.append_arguments(token, position))
+    graph.replay()
+    torch.cuda.synchronize()
+    for (selection, token, position), slots in zip(given, found, strict=True):
+        assert torch.equal(ops.swap_in(*expected.swap_in_arguments(selection)), slots.cpu())
+        ops.append(*expected.append_arguments(token, position))
+    compare(expected, state, f"{steps} steps")
+
+
+@gpu
 def test_on_another_stream_and_without_synchronisation():
     case = CASES[0]
     expected, state, warm, source = State(case, "cpu"), State(case, "cuda"), State(case, "cuda"), Steps(case)
@@ -477,6 +504,13 @@ def test_launch_shapes(bulk, multiprocessors):
 def test_limits_are_one():
     assert config.MAX_ITEMS == cuda.MAX_K and config.MAX_SLOTS == MAX_SLOTS
     assert cuda._SHARED_BYTES["swap_in"] >= 8 * cuda.MAX_K + MAX_SLOTS
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in cuda.KERNELS}))
+def test_every_kernel_waits_for_the_one_before(name):
+    """Before it reads or writes: a kernel that did not would be wrong once in a while."""
+    source = (cuda.source_directory() / f"{name}.cu").read_text()
+    assert re.findall(r"\n\) \{\n(.*)\n", source[source.index('extern "C"') :]) == ["    await_previous();"]
 
 
 def test_append_threads():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_hisparse.backends.base import AttentionBackend
 from hf_hisparse.layout import ItemLayout
+from hf_hisparse.ops.dependent_launch import await_previous, dependent
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -228,7 +229,9 @@ def _attend(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     program = tl.program_id(0)
     blocks = tl.cdiv(heads, BLOCK_HEADS)
     block = program % blocks
@@ -323,7 +326,9 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     program = tl.program_id(0)
     parts = tl.cdiv(VALUE_WIDTH, BLOCK_VALUE)
     part = program % parts
@@ -510,6 +515,7 @@ class TritonBackend(AttentionBackend):
                 SOFTCAP=softcap is not None,
                 SINKS=sinks is not None,
                 WHOLE=whole,
+                **dependent(query.device),
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
@@ -529,6 +535,7 @@ class TritonBackend(AttentionBackend):
                     BLOCK_SPLITS=block_splits,
                     BLOCK_VALUE=block_value,
                     SINKS=sinks is not None,
+                    **dependent(query.device),
                     num_warps=4,
                 )
         return output

@@ -203,6 +203,8 @@ class Kernel:
         self.index = index
         code = self._core.ObjectCode.from_cubin(_cached(source, name, f"sm_{major}{minor}", macros))
         self._kernel = code.get_kernel(name)
+        # `csrc/dependent_launch.cuh`. Releases of `cuda-core` that cannot ask for it launch all the same.
+        self._dependent = major >= 9 and hasattr(self._core.LaunchConfig, "programmatic_stream_serialization")
         self._streams = Streams()
         self._shapes: dict[tuple[int, int, int, int], Any] = {}
 
@@ -226,8 +228,10 @@ class Kernel:
         shape = (blocks, threads, shared_bytes, cluster)
         config = self._shapes.get(shape)
         if config is None:
-            clusters = {"cluster": cluster} if cluster > 1 else {}
-            config = self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes, **clusters)
+            more: dict[str, Any] = {"cluster": cluster} if cluster > 1 else {}
+            if self._dependent:
+                more["programmatic_stream_serialization"] = True
+            config = self._core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes, **more)
             self._shapes[shape] = config
         self._core.launch(launch_stream, config, self._kernel, *arguments)
 

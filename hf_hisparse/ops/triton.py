@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_hisparse.ops.dependent_launch import await_previous, dependent
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUERIES = 32
@@ -59,7 +61,9 @@ def _score_indexer(  # type: ignore[no-untyped-def]
     BLOCK_HEADS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     parts = tl.cdiv(queries, QUERIES)
@@ -184,6 +188,7 @@ def score_indexer(
                 BLOCK_HEADS=_power(heads, tile // 2),
                 BLOCK_WIDTH=block_width,
                 BLOCK_TOKENS=block_tokens,
+                **dependent(query.device),
                 num_warps=4,
                 # One query leaves nothing to overlap, and its shared memory to other programs.
                 num_stages=min(queries, 3),
@@ -216,7 +221,9 @@ def _list_tokens(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int64)
@@ -284,6 +291,7 @@ def list_tokens(
                 PAGE_SIZE=page_size,
                 BLOCK=block,
                 BLOCK_RUNS=triton.next_power_of_2(runs),
+                **dependent(selection.device),
                 num_warps=8 if block == 1024 else 4,
             )
     return tokens, counts
@@ -311,7 +319,9 @@ def _merge_runs(  # type: ignore[no-untyped-def]
     BLOCK_RUNS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     program = tl.program_id(0)
     parts = tl.cdiv(WIDTH, BLOCK_WIDTH)
     part = program % parts
@@ -366,6 +376,7 @@ def merge_runs(partial: Tensor, weights: Tensor, counts: Tensor, sinks: Tensor |
                 BLOCK_RUNS=block_runs,
                 BLOCK_WIDTH=block_width,
                 SINKS=sinks is not None,
+                **dependent(partial.device),
                 num_warps=4,
             )
     return output
