@@ -27,8 +27,9 @@
 // each, 35.
 //
 // Shape. A warp takes units of up to 64 tokens, a power of two of whole items, that follow each other, for 4 query heads;
-// further heads of a group are further blocks. A block begins with the rotation and the digits, which its warps share, while
-// their first loads are under way. The unit is the same whatever the shape, and so is the result.
+// further heads of a group are further blocks. A block's tokens have at most 128 centres. It begins with the rotation and
+// the digits, by half of its warps, and with the products of the query and those centres, by the others, which all share;
+// meanwhile the first bits are on their way. The unit is the same whatever the shape, and so is the result.
 //
 // Cost, predicted for the same (us): launch 2; the query 0.7, its rotation and digits 1.5; 65536 tiles of 60 instructions at 2.5 a cycle and
 // multiprocessor 7; the memory floor, 19 MB, is 4.5 and overlaps. About 11. Measured: 14, with 90 instructions a tile.
@@ -47,6 +48,8 @@ constexpr int kBlocks = kSteps == 1 ? 4 : 2;  // A multiprocessor, as in `heuris
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kUnit = 64;          // Tokens whose weights share a maximum, at most, as in `ops.cuda`.
 constexpr int kHeads = 4;
+constexpr int kCentres = 128;      // Of a block's tokens, at most, as in `heuristics`.
+constexpr int kAhead = 4;          // Centres that a warp has on their way at once.
 constexpr int kTile = 16;          // Tokens a matrix product.
 constexpr int kTiles = kUnit / kTile;
 constexpr int kWords = 4 * kSteps;  // Of 32 channels.
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const int first_unit = index * share, unit_end = min(units, first_unit + share);
 
     __shared__ uint4 digits[kSteps * 4 * 32];
-    __shared__ float queries[kHeads][32 * kWords];
+    __shared__ float products[kHeads][kCentres];
     __shared__ float scratch[kHeads][32 * kWords];
     __shared__ int2 levels[kHeads];                       // Of a head, its step and the sum of its integers.
     __shared__ float weight_of[kWarps][kHeads][kStride];  // Of the tokens of a warp's unit.
@@ -127,8 +130,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     };
     load(first_unit * unit_tokens);
 
-    // ---- the query's digits: a warp takes a head ----
+    const int first_centre = (first_unit - warp * share) * unit_tokens >> shift;
     if (warp < kHeads) {
+        // ---- the query's digits: a warp takes a head ----
         float x[kWords];
         with_dtype(dtype, [&](auto type) {
             using Type = decltype(type);
@@ -137,7 +141,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
             for (int j = 0; j < kWords; ++j) {
                 const int c = 32 * j + lane;
                 x[j] = warp < heads && c < kWidth ? Type::widen(q[c]) * static_cast<float>(scale) : 0.0f;
-                queries[warp][c] = x[j];
             }
         });
         rotate(x, kWidth, static_cast<int>(odd), scratch[warp]);
@@ -162,6 +165,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
         }
         total = __reduce_add_sync(kAll, total);
         if (lane == 0) levels[warp] = make_int2(__float_as_int(step), total);
+    } else {
+        // ---- the products of all heads with the centres of the block's tokens ----
+        with_dtype(dtype, [&](auto type) {
+            using Type = decltype(type);
+            using Element = typename Type::Element;
+            const auto* q = static_cast<const Element*>(query) + (row * group + head_tile * kHeads) * kWidth;
+            const auto* centre = static_cast<const Element*>(centres) + (row * centre_capacity + first_centre) * kWidth;
+            // What lies behind the history is read here too.
+            const int there = min(kCentres, static_cast<int>(centre_capacity) - first_centre);
+            const int count = min(there, ((kWarps * share * unit_tokens - 1) >> shift) + 2);
+            float x[kHeads][kWords];
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) {
+                const int c = 32 * j + lane;
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    x[h][j] = h < heads && c < kWidth ? Type::widen(q[h * kWidth + c]) * static_cast<float>(scale) : 0.0f;
+                }
+            }
+            for (int first = (warp - kHeads) * kAhead; first < count; first += (kWarps - kHeads) * kAhead) {
+                float sum[kAhead][kHeads] = {};
+#pragma unroll
+                for (int j = 0; j < kWords; ++j) {
+                    const int c = 32 * j + lane;
+#pragma unroll
+                    for (int i = 0; i < kAhead; ++i) {
+                        const float factor = first + i < count && c < kWidth ? Type::widen(centre[(first + i) * kWidth + c]) : 0.0f;
+#pragma unroll
+                        for (int h = 0; h < kHeads; ++h) sum[i][h] += factor * x[h][j];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) {
+                    // Lanes with one bit in common exchange what is not theirs, until each has one head's.
+                    const float even = lane & 1 ? sum[i][1] : sum[i][0], odd = lane & 1 ? sum[i][3] : sum[i][2];
+                    const float one = even + __shfl_xor_sync(kAll, lane & 1 ? sum[i][0] : sum[i][1], 1);
+                    const float two = odd + __shfl_xor_sync(kAll, lane & 1 ? sum[i][2] : sum[i][3], 1);
+                    float product = (lane & 2 ? two : one) + __shfl_xor_sync(kAll, lane & 2 ? one : two, 2);
+#pragma unroll
+                    for (int lanes = 4; lanes < 32; lanes *= 2) product += __shfl_xor_sync(kAll, product, lanes);
+                    if (lane < kHeads && first + i < count) products[lane][first + i] = product;
+                }
+            }
+        });
     }
     __syncthreads();
     if (first_unit >= units) return;
@@ -176,33 +223,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const long long head = row * group + head_tile * kHeads + min(t, heads - 1);
     weights += head * items_;
     partials += head * units_;
-
-    // Of head t, the product with a centre; -1 is none.
-    int known = -1;
-    float product = 0;
-    const auto multiply_centre = [&](int centre) {
-        if (centre == known) return;
-        known = centre;
-        float sum[kHeads] = {};
-        with_dtype(dtype, [&](auto type) {
-            using Type = decltype(type);
-            const auto* from = static_cast<const typename Type::Element*>(centres) + (row * centre_capacity + centre) * kWidth;
-#pragma unroll
-            for (int j = 0; j < kWords; ++j) {
-                const int c = 32 * j + lane;
-                const float factor = c < kWidth ? Type::widen(from[c]) : 0.0f;
-#pragma unroll
-                for (int h = 0; h < kHeads; ++h) sum[h] += factor * queries[h][c];
-            }
-        });
-        // Lanes with one bit in common exchange what is not theirs, until each has one head's.
-        const float first = lane & 1 ? sum[1] : sum[0], second = lane & 1 ? sum[3] : sum[2];
-        const float odd_first = first + __shfl_xor_sync(kAll, lane & 1 ? sum[0] : sum[1], 1);
-        const float odd_second = second + __shfl_xor_sync(kAll, lane & 1 ? sum[2] : sum[3], 1);
-        product = (lane & 2 ? odd_second : odd_first) + __shfl_xor_sync(kAll, lane & 2 ? odd_first : odd_second, 2);
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) product += __shfl_xor_sync(kAll, product, lanes);
-    };
 
     const int begin = static_cast<int>(max(starts[row], 0LL));
     const int end = static_cast<int>(min(min(lengths[row], items_ * page_size), capacity_));
@@ -253,12 +273,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
         float factor = step == 0 ? 1.0f : step, offset = 0;
         if (stop > origin) {
             const int last = (stop - 1) >> shift;
-            multiply_centre(origin >> shift);
-            offset = product;
+            offset = products[t][(origin >> shift) - first_centre];
             if (origin >> shift != last) {
                 each([&](float& logit, int) { logit *= step; });
                 for (int centre = origin >> shift; centre <= last; ++centre) {
-                    multiply_centre(centre);
+                    const float product = products[t][centre - first_centre];
                     each([&](float& logit, int i) {
                         if (min(origin + i, stop - 1) >> shift == centre) logit += product;
                     });

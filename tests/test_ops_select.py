@@ -566,7 +566,11 @@ def test_launch_shapes(clusters, multiprocessors):
             shared = heuristics.top_k_shared_bytes(items, blocks)
             assert shared in (0, 4096 * -(-items // (1024 * blocks))) and shared <= 4 * heuristics.HELD_SCORES
             assert 1 <= heuristics.mass_blocks(rows, items, multiprocessors) <= -(-items // heuristics.MASS_THREADS)
-            for units in (-(-items // 64), items):
-                blocks = heuristics.rabitq_blocks(rows, units, multiprocessors)
+            for units, unit_tokens, centre_tokens in ((-(-items // 64), 64, 256), (items, 64, 16), (items, 33, 1024)):
+                blocks = heuristics.rabitq_blocks(rows, units, unit_tokens, centre_tokens, multiprocessors)
                 assert 1 <= blocks <= -(-units // heuristics.RABITQ_WARPS)
-                assert blocks == 1 or rows * blocks <= heuristics.RABITQ_BLOCKS * multiprocessors
+                warp_units = -(-units // (blocks * heuristics.RABITQ_WARPS))
+                centres = (heuristics.RABITQ_WARPS * warp_units * unit_tokens - 1) // centre_tokens + 2
+                assert centres <= heuristics.RABITQ_CENTRES
+                if centre_tokens > 16:
+                    assert blocks == 1 or rows * blocks <= heuristics.RABITQ_BLOCKS * multiprocessors

@@ -840,7 +840,7 @@ def _weigh_rabitq(
     partials = torch.empty(rows, group, units, 2, dtype=torch.float32, device=device)
     if weights.numel() == 0:
         return Weighed(weights, partials, chunk_items)
-    row_blocks = rabitq_blocks(rows * tiles, units, _device(device.index)[0])
+    row_blocks = rabitq_blocks(rows * tiles, units, chunk_items * page_size, block, _device(device.index)[0])
     _launch(
         _kernel("score_rabitq", device.index, (f"BYTES={width // 8}",)),
         rows * tiles * row_blocks,

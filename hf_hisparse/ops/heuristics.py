@@ -24,6 +24,8 @@ RABITQ_BLOCKS = 4
 """Blocks of the RaBitQ scoring kernel that run on a multiprocessor at once, as `kBlocks` in its source."""
 RABITQ_WARPS = 8
 """Warps of such a block, each of which takes a unit at a time."""
+RABITQ_CENTRES = 128
+"""Centres that the tokens of such a block may have, as `kCentres` in its source."""
 MASS_THREADS = 1024
 """Threads of a block of the kernel that completes a score: each block reads all partial sums of its row."""
 HELD_SCORES = 16384
@@ -117,15 +119,20 @@ def top_k_chunks(items: int, blocks: int, chunk_items: int) -> int:
     return (top_k_items(items, blocks) - 1) // chunk_items + 2
 
 
-def rabitq_blocks(rows: int, units: int, multiprocessors: int) -> int:
-    """Blocks a row of the RaBitQ scoring kernel: as many as run at once, of a unit a warp or more.
+def rabitq_blocks(rows: int, units: int, unit_tokens: int, centre_tokens: int, multiprocessors: int) -> int:
+    """Blocks a row of the RaBitQ scoring kernel: as many as run at once, of a unit a warp or more; more of them where
+    their tokens would have more centres than they take.
 
     Args:
         rows: Rows, times the blocks that a row's query heads take.
         units: Units of a row.
+        unit_tokens: Tokens of a unit, at most 64.
+        centre_tokens: Tokens that share a centre, at least 16.
         multiprocessors: Of the device.
     """
-    return max(1, min(-(-units // RABITQ_WARPS), RABITQ_BLOCKS * multiprocessors // rows))
+    most = RABITQ_WARPS * max(1, (RABITQ_CENTRES - 2) * centre_tokens // (RABITQ_WARPS * unit_tokens))
+    least = -(-units // most)
+    return max(least, min(-(-units // RABITQ_WARPS), RABITQ_BLOCKS * multiprocessors // rows))
 
 
 def mass_blocks(rows: int, items: int, multiprocessors: int) -> int:
