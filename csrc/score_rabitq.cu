@@ -81,7 +81,7 @@ __device__ __forceinline__ unsigned load_word(const unsigned char* bits, int ind
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const void* __restrict__ query, const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales,
-    const void* __restrict__ centres, long long dtype, long long group_, long long odd, long long capacity_,
+    const void* __restrict__ centres, long long dtype, long long group_, long long capacity_,
     long long centre_capacity, long long block_shift, long long items_, long long page_size_, long long unit_items_,
     double scale, const long long* __restrict__ starts, const long long* __restrict__ lengths,
     float* __restrict__ weights, float2* __restrict__ partials, long long units_, long long row_blocks
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
                 x[j] = warp < heads && c < kWidth ? Type::widen(q[c]) * static_cast<float>(scale) : 0.0f;
             }
         });
-        rotate(x, kWidth, static_cast<int>(odd), scratch[warp]);
+        rotate<kWidth>(x, scratch[warp]);
         float largest = 0;
 #pragma unroll
         for (int j = 0; j < kWords; ++j) largest = fmaxf(largest, fabsf(x[j]));
@@ -199,9 +199,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
 #pragma unroll
                 for (int i = 0; i < kAhead; ++i) {
                     // Lanes with one bit in common exchange what is not theirs, until each has one head's.
-                    const float even = lane & 1 ? sum[i][1] : sum[i][0], odd = lane & 1 ? sum[i][3] : sum[i][2];
-                    const float one = even + __shfl_xor_sync(kAll, lane & 1 ? sum[i][0] : sum[i][1], 1);
-                    const float two = odd + __shfl_xor_sync(kAll, lane & 1 ? sum[i][2] : sum[i][3], 1);
+                    const float low = lane & 1 ? sum[i][1] : sum[i][0], high = lane & 1 ? sum[i][3] : sum[i][2];
+                    const float one = low + __shfl_xor_sync(kAll, lane & 1 ? sum[i][0] : sum[i][1], 1);
+                    const float two = high + __shfl_xor_sync(kAll, lane & 1 ? sum[i][2] : sum[i][3], 1);
                     float product = (lane & 2 ? two : one) + __shfl_xor_sync(kAll, lane & 2 ? one : two, 2);
 #pragma unroll
                     for (int lanes = 4; lanes < 32; lanes *= 2) product += __shfl_xor_sync(kAll, product, lanes);

@@ -57,7 +57,8 @@ KERNELS = (
     ("score_rabitq", ("BYTES=32",)),
     ("score_rabitq", ("BYTES=10",)),
     ("softmax_mass", ()),
-    ("encode_rabitq", ()),
+    ("encode_rabitq", ("BYTES=16",)),
+    ("encode_rabitq", ("BYTES=32",)),
 )
 """Every kernel: its file and function, and the macros that it is compiled with. BYTES is that of any width."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -511,7 +512,7 @@ _GROUP = 256
 _RABITQ_UNIT = 64
 """Tokens that a warp scores at once, as `kUnit` in score_rabitq.cu."""
 _RABITQ_WIDTH = 256
-"""The widest query, as `kWords` in encode_rabitq.cu."""
+"""The widest head whose rotation the kernels have registers for."""
 
 
 def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
@@ -764,9 +765,11 @@ def encode_rabitq(
     _check("encode_rabitq", "count", count, torch.int64, (rows, 1), device)
     if width % 8:
         raise ValueError(f"encode_rabitq: the width of `key` of shape {list(key.shape)} must be a multiple of 8")
+    if block & (block - 1):
+        raise ValueError(f"encode_rabitq: `block` must be a power of two, not {block}")
     if rows:
         _launch(
-            _kernel("encode_rabitq", device.index),
+            _kernel("encode_rabitq", device.index, (f"BYTES={width // 8}",)),
             rows,
             32,
             0,
@@ -777,11 +780,9 @@ def encode_rabitq(
             centres.data_ptr(),
             total.data_ptr(),
             count.data_ptr(),
-            width,
-            width // (width & -width),
             capacity,
             centres.shape[1],
-            block,
+            block.bit_length() - 1,
             _DTYPES[key.dtype],
         )
     return None
@@ -852,7 +853,6 @@ def _weigh_rabitq(
         centres.data_ptr(),
         _DTYPES[query.dtype],
         group,
-        width // (width & -width),
         capacity,
         centres.shape[1],
         block.bit_length() - 1,
