@@ -427,9 +427,7 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
     for t in range(capacity - ahead):
         position = torch.full((rows,), t)
         position[-1] += ahead
-        ops.encode_rabitq(
-            keys[t].to(device), position.to(device), bits, scales, centres, total, count, block
-        )
+        ops.encode_rabitq(keys[t].to(device), position.to(device), bits, scales, centres, total, count, block)
 
     for row in range(rows):
         begin = ahead if row == rows - 1 else 0
@@ -569,8 +567,11 @@ def test_launch_shapes(clusters, multiprocessors):
             for units, unit_tokens, centre_tokens in ((-(-items // 64), 64, 256), (items, 64, 16), (items, 33, 1024)):
                 blocks = heuristics.rabitq_blocks(rows, units, unit_tokens, centre_tokens, multiprocessors)
                 assert 1 <= blocks <= -(-units // heuristics.RABITQ_WARPS)
-                warp_units = -(-units // (blocks * heuristics.RABITQ_WARPS))
-                centres = (heuristics.RABITQ_WARPS * warp_units * unit_tokens - 1) // centre_tokens + 2
-                assert centres <= heuristics.RABITQ_CENTRES
-                if centre_tokens > 16:
-                    assert blocks == 1 or rows * blocks <= heuristics.RABITQ_BLOCKS * multiprocessors
+
+                def centres(blocks, units=units, unit_tokens=unit_tokens, centre_tokens=centre_tokens):
+                    units_a_warp = -(-units // (blocks * heuristics.RABITQ_WARPS))
+                    return (heuristics.RABITQ_WARPS * units_a_warp * unit_tokens - 1) // centre_tokens + 2
+
+                assert centres(blocks) <= heuristics.RABITQ_CENTRES
+                if blocks > 1 and rows * blocks > heuristics.RABITQ_BLOCKS * multiprocessors:
+                    assert centres(max(1, blocks // 2)) > heuristics.RABITQ_CENTRES

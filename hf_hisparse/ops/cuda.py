@@ -752,9 +752,7 @@ def encode_rabitq(
     elif width > _RABITQ_WIDTH:
         reason = f"encode_rabitq takes heads of at most {_RABITQ_WIDTH}, not of {width}"
     if _falls_back(key.device, reason):
-        return reference.in_pytorch(
-            reference.encode_rabitq, key, position, bits, scales, centres, total, count, block
-        )
+        return reference.in_pytorch(reference.encode_rabitq, key, position, bits, scales, centres, total, count, block)
     device, capacity = key.device, bits.shape[1]
     key = key.contiguous()
     _check("encode_rabitq", "position", position, torch.int64, (rows,), device)
