@@ -233,7 +233,7 @@ class GraphedForward:
                 environment(),
                 cache.layout(),
             )
-            if key != self._key or not self._snapshot.holds(model):
+            if key != self._key or not self._snapshot.in_place(model):
                 self._drop()
                 self._snapshot = Snapshot(model, tokens.device)
                 self._key, self._warm_ups = key, 2
@@ -261,11 +261,18 @@ class GraphedForward:
                 for name, value in inputs.items():
                     self._inputs[name].copy_(value, non_blocking=True)
                 self._replay()
-                cache.advance()
-                self.replayed += 1
-            failed = False
+                # While the device is busy. A step that was another model's is undone.
+                failed = not self._snapshot.holds()
+                if not failed:
+                    cache.advance()
+                    self.replayed += 1
+            else:
+                failed = False
         finally:
             cache.end_forward(failed)
+        if failed:
+            self._drop()
+            return self(cache, model, forward, args, kwargs)
         if self._replay is None:
             return forward(*args, **kwargs)
         return convert(self._output, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else cache)
@@ -390,8 +397,9 @@ def has_address(tensor: Tensor) -> bool:
 class Snapshot:
     """Everything about a model that its kernels depend on: its modules, where their weights lie, its active adapters.
 
-    Weights that change in place are the same weights. Taking one walks the model; `holds`, which every step asks, goes
-    over flat lists.
+    Weights that change in place are the same weights. Taking one walks the model; what every step asks goes over flat
+    lists. As long as the weights are `in_place` a graph can be replayed: what it reads is there, since a snapshot keeps
+    modules and parameters. Whether all else `holds`, which takes longer, can be asked when it has been.
 
     Args:
         model: The model.
@@ -427,7 +435,11 @@ class Snapshot:
                 raise Uncapturable(f"the model has weights of the kind `{type(tensor).__name__}`, without an address")
         self._hooks = [state[name] for state in self.states for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._adapters = [state for state in self.states if "_active_adapter" in state]
+        self._addresses = self._locate()
         self._facts = self._read()
+
+    def _locate(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._tensors))
 
     def _read(self) -> list[Any]:
         return [
@@ -437,7 +449,6 @@ class Snapshot:
             list(map(attrgetter("training"), self.modules)),
             # Every hook has a number that no other has.
             list(chain.from_iterable(self._hooks)),
-            list(map(Tensor.data_ptr, self._tensors)),
             [tensor.dtype for tensor in self._tensors],
             # PEFT: what of a layer's adapters is applied, and how strongly, is told by Python alone.
             [
@@ -457,14 +468,15 @@ class Snapshot:
             ],
         ]
 
-    def holds(self, model: Any) -> bool:
-        """Whether the model is as it was."""
+    def in_place(self, model: Any) -> bool:
+        """Whether it is the same model, and its weights lie where they did."""
+        return model is self.model and self._locate() == self._addresses
+
+    def holds(self) -> bool:
+        """Whether the model is otherwise as it was."""
         members = list(chain.from_iterable(map(dict.values, self._tables)))
         return (
-            model is self.model
-            and len(members) == len(self._members)
-            and all(map(is_, members, self._members))
-            and self._read() == self._facts
+            len(members) == len(self._members) and all(map(is_, members, self._members)) and self._read() == self._facts
         )
 
 
