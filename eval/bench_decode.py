@@ -24,7 +24,7 @@ the first token is spent on getting and pinning host memory.
 
 Random weights spread their selections over the whole history as no trained model does. With `--overlap 0.85` a step's
 selection is the last step's but for 15%, which are drawn afresh from the history; the algorithm still scores, so that
-its time counts. One more small kernel a layer and step is what that costs.
+its time counts. One copy a step is what that costs.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class Clock(LogitsProcessor):
 class Scripted(LogitsProcessor, ABC):
     """Replaces what the algorithms select by something that is known before.
 
-    The algorithms still score, so that their time counts. Which step it is lies on the device: nothing waits for the
-    host.
+    The algorithms still score, so that their time counts. A step's selections are copied to where the decode steps
+    read them before it begins, by one kernel for all layers.
 
     Args:
         device: Of the model.
@@ -217,7 +217,10 @@ class Scripted(LogitsProcessor, ABC):
     """What the first forward counts as."""
 
     def __init__(self, device: torch.device):
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.device = device
+        self.step = 0
+        self._scripts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By rows and items that a layer selects: the selections of every step, and those of this one."""
 
     @property
     @abstractmethod
@@ -225,38 +228,48 @@ class Scripted(LogitsProcessor, ABC):
         """What is selected, in words."""
 
     @abstractmethod
-    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
-        """The selections of every step, `[steps, rows or 1, k]` int32.
+    def table(self, memory: Memory, tokens: int, k: int) -> Tensor:
+        """The selections of every step, `[steps, layers, rows, k]` int32, both of which are taken in turn where there
+        are more.
 
         Args:
-            layer: Which of the hierarchical layers selects, counted from 0.
-            memory: Where its history lies.
+            memory: Where a layer's history lies.
             tokens: How long that is.
             k: Items to select.
         """
 
     def attach(self, cache: Cache) -> None:
         """Takes the place of the algorithms of a new cache of ours."""
-        self.step.fill_(self.first)
+        self._go_to(self.first)
         coordinators = [layer.coordinator for layer in cache.layers if hasattr(layer, "coordinator")]
         for number, coordinator in enumerate(coordinators):
             own = coordinator.algorithm.retrieve_topk
             coordinator.algorithm.retrieve_topk = partial(self._select, number, coordinator, own)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.step += 1
+        self._go_to(self.step + 1)
         return scores
+
+    def _go_to(self, step: int) -> None:
+        self.step = step
+        for script, now in self._scripts.values():
+            now.copy_(script[min(step, len(script) - 1)])
 
     def _select(self, layer: int, coordinator: SparseCoordinator, own: Callable[..., Tensor], *args: Any) -> Tensor:
         selection, memory = own(*args), coordinator.memory
         if memory is None or selection[..., 0].numel() != memory.rows:
             return selection  # A short history, or a prompt whose every query selects.
-        rows = self.table(layer, memory, coordinator.length, selection.shape[-1]).expand(-1, memory.rows, -1)
-        return rows.index_select(0, self.step).view(selection.shape)
+        k = selection.shape[-1]
+        if (memory.rows, k) not in self._scripts:
+            table = self.table(memory, coordinator.length, k).to(self.device)
+            script = table[:, :, torch.arange(memory.rows, device=self.device) % table.shape[2]]
+            self._scripts[memory.rows, k] = script, script[self.step].clone()
+        _, now = self._scripts[memory.rows, k]
+        return now[layer % len(now)].view(selection.shape)
 
 
 class Overlapping(Scripted):
-    """Windows that slide over a random order of the history.
+    """Windows that slide over a random order of the history, in ascending order as a top-k is.
 
     All rows and layers, whose histories lie apart, select the same items.
 
@@ -269,20 +282,16 @@ class Overlapping(Scripted):
     def __init__(self, overlap: float, steps: int, device: torch.device):
         super().__init__(device)
         self.overlap, self.steps = overlap, steps
-        self._tables: dict[int, Tensor] = {}
 
     @property
     def description(self) -> str:
         return f"{self.overlap:.0%} kept from step to step"
 
-    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
-        if k not in self._tables:
-            items = memory.layout.items(tokens)
-            fresh, device = k - round(self.overlap * k), self.step.device
-            first = fresh * torch.arange(self.steps, device=device).unsqueeze(1)
-            order = torch.randperm(items, dtype=torch.int32, device=device)
-            self._tables[k] = order[(first + torch.arange(k, device=device)) % items].unsqueeze(1)
-        return self._tables[k]
+    def table(self, memory: Memory, tokens: int, k: int) -> Tensor:
+        items = memory.layout.items(tokens)
+        first = (k - round(self.overlap * k)) * torch.arange(self.steps, device=self.device).unsqueeze(1)
+        order = torch.randperm(items, dtype=torch.int32, device=self.device)
+        return order[(first + torch.arange(k, device=self.device)) % items].sort(-1).values[:, None, None]
 
 
 class Replaying(Scripted):
@@ -304,29 +313,24 @@ class Replaying(Scripted):
         if trace.steps < steps - 1:
             raise ValueError(f"the trace has {trace.steps} decode steps, and {steps - 1} are generated; record more")
         self.trace = trace
-        self._tables: dict[int, Tensor] = {}
 
     @property
     def description(self) -> str:
         sizes = f"{len(self.trace.layers)} layers of {self.trace.layers[0].selections.shape[1]} rows"
         return f"a trace of {self.trace.model}, {self.trace.algorithm}, {sizes}, {self.trace.tokens[0] - 1} tokens"
 
-    def table(self, layer: int, memory: Memory, tokens: int, k: int) -> Tensor:
-        if layer not in self._tables:
-            one = self.trace.layers[layer % len(self.trace.layers)]
-            recorded, page_size = one.selections.shape[2], memory.layout.page_size
+    def table(self, memory: Memory, tokens: int, k: int) -> Tensor:
+        page_size = memory.layout.page_size
+        for one in self.trace.layers:
+            recorded = one.selections.shape[2]
             if (recorded, one.page_size) != (k, page_size):
                 raise ValueError(
                     f"the trace selects {recorded} items of {one.page_size} tokens, and the model {k} of {page_size}; "
                     f"use `--top-k {recorded * one.page_size} --page-size {one.page_size}`"
                 )
-            if tokens < self.trace.tokens[0] - 1:
-                raise ValueError(
-                    f"the trace is of {self.trace.tokens[0] - 1} tokens; use a `--context` of that or more"
-                )
-            rows = torch.arange(memory.rows) % one.selections.shape[1]
-            self._tables[layer] = torch.from_numpy(one.selections)[:, rows].to(self.step.device)
-        return self._tables[layer]
+        if tokens < self.trace.tokens[0] - 1:
+            raise ValueError(f"the trace is of {self.trace.tokens[0] - 1} tokens; use a `--context` of that or more")
+        return torch.stack([torch.from_numpy(one.selections) for one in self.trace.layers], dim=1)
 
 
 @contextlib.contextmanager

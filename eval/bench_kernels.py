@@ -135,7 +135,7 @@ class Setting:
 
 LATENT = Setting("latent rows", ItemLayout.token(512, 64), 1, 2048, 4096)
 PAGES = Setting("pages", ItemLayout.page_head(32, 128, 128), 8, 64, 128)
-TOKENS_4 = Setting("4 tokens", ItemLayout.page_head(4, 128, 128), 8, 256, 512)
+TOKENS_2 = Setting("2 tokens", ItemLayout.page_head(2, 128, 128), 8, 1024, 2048)
 
 
 class Bench:
@@ -538,9 +538,9 @@ def main() -> None:
     bench = Bench(histories=96 if quick else 128, rounds=3 if quick else 4)
     print(f"{bench.host.nbytes / 2**30:.1f} GiB of host memory in {time.perf_counter() - start:.1f} s")
 
-    settings = [*((LATENT, batch) for batch in (1, 4, 16, 64)), (PAGES, 1), (TOKENS_4, 1)]
+    settings = [*((LATENT, batch) for batch in (1, 4, 16, 64)), (PAGES, 1), (TOKENS_2, 1)]
     if not quick:
-        settings += [(PAGES, 8), (TOKENS_4, 8)]
+        settings += [(PAGES, 8), (TOKENS_2, 8)]
     rates = [0.0, 0.15] if quick or arguments.shapes else [0.0, 0.05, 0.15, 0.3]
     with torch.no_grad():
         if arguments.shapes:

@@ -153,7 +153,7 @@ def test_overlapping_selections(method, overlap, monkeypatch):
     attend = SparseCoordinator.attend
 
     def recording(self, query, selection, *args, **kwargs):
-        seen.append(selection)
+        seen.append(selection.clone())
         return attend(self, query, selection, *args, **kwargs)
 
     monkeypatch.setattr(SparseCoordinator, "attend", recording)
@@ -227,7 +227,7 @@ def test_bench_decode_replays_a_trace(trace, tmp_path, monkeypatch):
     attend = SparseCoordinator.attend
 
     def recording(self, query, selection, *args, **kwargs):
-        seen.append(selection)
+        seen.append(selection.clone())
         return attend(self, query, selection, *args, **kwargs)
 
     monkeypatch.setattr(SparseCoordinator, "attend", recording)
