@@ -1,10 +1,9 @@
 // score_quest: of every page and query head, the softmax weight of the most that a key within the page's bounding box
 // scores: the first half of Quest's score, which softmax_mass completes.
 //
-// In:   query [rows, group, width]; low and high [rows, capacity, width], of the same dtype; starts and lengths [rows]
-//       int64.
+// In:   query [rows, group, width]; low and high [rows, capacity, width], of the same dtype; lengths [rows] int64.
 // Out:  weights [rows, group, pages] and partials [rows, group, chunks, 2] float32, as softmax_mass reads them; a page
-//       with no token from starts to lengths has weight 0. `scale` multiplies logits and is in units of log2(e).
+//       of none of the first lengths tokens has weight 0. `scale` multiplies logits and is in units of log2(e).
 //
 // The bound is the sum over the width of max(q, 0) * high + min(q, 0) * low, in float32. width is a multiple of 8.
 //
@@ -34,8 +33,7 @@ static_assert(kThreads / kLanes * kEach == kPages, "");
 extern "C" __global__ void __launch_bounds__(kThreads, 2) score_quest(
     const void* __restrict__ query, const void* __restrict__ low, const void* __restrict__ high, long long dtype,
     long long group_, long long width_, long long capacity, long long pages_, long long page_size, double scale,
-    const long long* __restrict__ starts, const long long* __restrict__ lengths,
-    float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
+    const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials, long long chunks_
 ) {
     await_previous();
     const int group = static_cast<int>(group_), width = static_cast<int>(width_), pages = static_cast<int>(pages_);
@@ -51,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) score_quest(
     float* const queries = reinterpret_cast<float*>(shared_memory);  // [kHeads, width]
     __shared__ float logits[kHeads][kPages];
 
-    const long long start = starts[row], length = lengths[row];
+    const long long length = lengths[row];
     const int present = static_cast<int>(min(pages_, capacity));
 
     with_dtype(dtype, [&](auto type) {
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) score_quest(
 #pragma unroll
         for (int p = 0; p < kEach; ++p) {
             const long long page = first + own + p;
-            const bool valid = page < present && page * page_size < length && (page + 1) * page_size > start;
+            const bool valid = page < present && page * page_size < length;
 #pragma unroll
             for (int h = 0; h < kHeads; ++h) {
                 float sum = bound[p][h];

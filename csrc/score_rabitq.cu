@@ -2,10 +2,10 @@
 // of RaBitQ's score, which softmax.cuh completes.
 //
 // In:   query [rows, group, width]; bits [rows, capacity, width / 8] uint8, least significant first; scales [rows, capacity]
-//       float16; centres [rows, centre_capacity, width], of the query's dtype; starts and lengths [rows] int64. The macro
+//       float16; centres [rows, centre_capacity, width], of the query's dtype; lengths [rows] int64. The macro
 //       BYTES is width / 8, at most 32. `scale` multiplies logits and is in units of log2(e).
-// Out:  weights [rows, group, items] and partials [rows, group, units, 2] float32, as softmax.cuh reads them; tokens outside
-//       starts to lengths have weight 0.
+// Out:  weights [rows, group, items] and partials [rows, group, units, 2] float32, as softmax.cuh reads them; tokens from
+//       lengths on have weight 0.
 //
 // A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1. r is rounded to
 // integers of 24 bits (one less for a width above 128), in steps of its largest channel's 2^-23; with bits b_i = 0 or 1 the
@@ -83,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const void* __restrict__ query, const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales,
     const void* __restrict__ centres, long long dtype, long long group_, long long capacity_,
     long long centre_capacity, long long block_shift, long long items_, long long page_size_, long long unit_items_,
-    double scale, const long long* __restrict__ starts, const long long* __restrict__ lengths,
-    float* __restrict__ weights, float2* __restrict__ partials, long long units_, long long row_blocks
+    double scale, const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials,
+    long long units_, long long row_blocks
 ) {
     await_previous();
     const int group = static_cast<int>(group_), capacity = static_cast<int>(capacity_);
@@ -224,7 +224,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     weights += head * items_;
     partials += head * units_;
 
-    const int begin = static_cast<int>(max(starts[row], 0LL));
     const int end = static_cast<int>(min(min(lengths[row], items_ * page_size), capacity_));
 
 #pragma unroll 1
@@ -285,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
                 factor = 1, offset = 0;
             }
         }
-        if (origin < begin || origin + kUnit > stop) {
+        if (origin + kUnit > stop) {
             each([&](float& logit, int i) {
-                if (origin + i < begin || origin + i >= stop) logit = -INFINITY;
+                if (origin + i >= stop) logit = -INFINITY;
             });
         }
         float largest = -INFINITY, sum = 0;

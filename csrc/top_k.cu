@@ -1,12 +1,12 @@
 // top_k: the k best-scored items of every row, exactly, in ascending order. One launch.
 //
-// In:   scores [rows, n] float32; starts and lengths [rows] int64, or null where every item is a candidate.
+// In:   scores [rows, n] float32; lengths [rows] int64, or null where every item is a candidate.
 // Out:  selection [rows, k] int32, ascending, padded with -1 at the end.
 // Where the macro MASS is defined the scores are yet to be completed (softmax.cuh), of weights [rows, group, n] and partials
 // [rows, group, chunks, 2]. A block's items must then fit shared memory, and before them, of every head and of every chunk
 // that a block's items may lie in, `block_chunks`, what its weights are multiplied by.
 //
-// An item is page_size tokens. Candidates are the items of tokens starts to lengths; of these, the items of the first
+// An item is page_size tokens. Candidates are the items of the first lengths tokens; of these, the items of the first
 // sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0
 // equals 0. Of equal scores the lowest items are taken. The result is a function of the scores: it depends on no order
 // of threads.
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 #else
     const float* __restrict__ scores,
 #endif
-    int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ starts,
-    const long long* __restrict__ lengths, long long page_size, long long sink_tokens, long long recent_tokens
+    int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ lengths,
+    long long page_size, long long sink_tokens, long long recent_tokens
 ) {
     await_previous();
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
@@ -91,12 +91,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 #endif
 
     // ---- what can be selected, and what always is ----
-    int first = 0, last = n - 1, sink = -1, recent = n;
-    if (starts) {
-        const long long start = starts[row], length = lengths[row];
-        first = static_cast<int>(min(start / page_size, n_));
-        last = static_cast<int>(min((length + page_size - 1) / page_size, n_)) - 1;
-        if (sink_tokens > 0) sink = static_cast<int>(min((start + sink_tokens - 1) / page_size, n_));
+    int candidates = n, sink = 0, recent = n;
+    if (lengths) {
+        const long long length = lengths[row];
+        candidates = static_cast<int>(min((length + page_size - 1) / page_size, n_));
+        sink = static_cast<int>(min((sink_tokens + page_size - 1) / page_size, n_));
         if (recent_tokens > 0) recent = static_cast<int>(min(max(length - recent_tokens, 0LL) / page_size, n_));
     }
 
@@ -112,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 const int i = base + j * 32;
-                const bool always = i <= sink || i >= recent, inside = i >= first && i <= last && i < end;
+                const bool always = i < sink || i >= recent, inside = i < candidates && i < end;
                 body(i, inside ? always ? kInfinity : ordered(score[j]) : 0u);
             }
         }

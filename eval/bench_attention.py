@@ -68,7 +68,6 @@ class Layer:
             held.expand(rows, -1, -1),
             torch.rand(rows, slots, device=DEVICE).argsort(1)[:, :k].int().contiguous(),
             torch.rand(rows, 4 * slots, device=DEVICE).argsort(1)[:, :k].sort(1).values.int().contiguous(),
-            torch.zeros(rows, dtype=torch.int64, device=DEVICE),
             torch.full((rows,), 4 * slots * layout.page_size, device=DEVICE),
             layout,
             SCALE,

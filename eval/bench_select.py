@@ -70,13 +70,13 @@ class Layer:
         rows = KV_HEADS * batch
         self.algorithm: KeyScoring = ALGORITHMS[method]()
         keys = torch.randn(rows, TOKENS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
-        self.starts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-        self.lengths = torch.full_like(self.starts, TOKENS)
+        self.lengths = torch.full((rows,), TOKENS, device=DEVICE)
         self.query = 2 * torch.randn(rows, GROUP, WIDTH, dtype=torch.bfloat16, device=DEVICE)
         self.items = TOKENS // self.algorithm.page_size
         for row in range(rows):  # A row at a time: a construction holds float32 keys.
             one = ALGORITHMS[method]()
-            one.construct_representations(keys[row : row + 1], 0, self.starts[:1], self.lengths[:1], self.starts[:1])
+            length = self.lengths[:1]
+            one.construct_representations(keys[row : row + 1], 0, length, torch.zeros_like(length))
             self._write(one, row)
 
     def _write(self, one: KeyScoring, row: int) -> None:
@@ -84,15 +84,15 @@ class Layer:
             for key, tensor in getattr(getattr(one, name, None), "tensors", {}).items():
                 held = getattr(self.algorithm, name).tensors
                 if key not in held:
-                    held[key] = tensor.new_empty(len(self.starts), *tensor.shape[1:])
+                    held[key] = tensor.new_empty(len(self.lengths), *tensor.shape[1:])
                 held[key][row] = tensor[0]
 
     def score(self) -> Tensor:
-        return self.algorithm.score(self.query, self.items, WIDTH**-0.5, self.starts, self.lengths)
+        return self.algorithm.score(self.query, self.items, WIDTH**-0.5, self.lengths)
 
     def retrieve(self) -> Tensor:
         k = TOP_K // self.algorithm.page_size
-        return self.algorithm.retrieve_topk(self.query, k, self.items, WIDTH**-0.5, self.starts, self.lengths)
+        return self.algorithm.retrieve_topk(self.query, k, self.items, WIDTH**-0.5, self.lengths)
 
 
 class IndexedLayer:
@@ -104,17 +104,15 @@ class IndexedLayer:
         self.algorithm.representations.write({"keys": keys}, 0)
         self.query = torch.randn(batch, 1, INDEX_HEADS, WIDTH, device=DEVICE).bfloat16().float()
         self.weights = torch.randn(batch, 1, INDEX_HEADS, device=DEVICE)
-        self.starts = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-        self.positions = torch.full_like(self.starts, TOKENS - 1)
+        self.positions = torch.full((batch,), TOKENS - 1, device=DEVICE)
         self.asked = self.query.bfloat16()
 
     def score(self) -> Tensor:
         keys = self.algorithm.representations["keys"]
-        return ops.score_indexer(self.asked, self.weights, keys, TOKENS, WIDTH**-0.5, self.starts, self.positions)
+        return ops.score_indexer(self.asked, self.weights, keys, TOKENS, WIDTH**-0.5, self.positions)
 
     def retrieve(self) -> Tensor:
-        window = self.starts, self.positions, TOKENS
-        return self.algorithm.retrieve_topk(self.query, self.weights, WIDTH**-0.5, *window, TOP_K)
+        return self.algorithm.retrieve_topk(self.query, self.weights, WIDTH**-0.5, self.positions, TOKENS, TOP_K)
 
 
 def measure(bench: Bench, work: Sequence[Callable[[], object]]) -> dict[str, float]:

@@ -33,25 +33,25 @@ class TrueScores(KeyScoring):
     def represent(self, keys: Tensor, valid: Tensor) -> dict[str, Tensor]:
         return {"keys": keys.squeeze(2)}
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, lengths: Tensor) -> Tensor:
         tokens = min(items * self.page_size, self.representations["keys"].shape[1])
         logits = query.new_full((*query.shape[:2], items * self.page_size), -torch.inf)
         logits[:, :, :tokens] = query.float() @ self.representations["keys"][:, :tokens].float().mT * scale
-        valid = valid_tokens(items * self.page_size, starts, lengths)
+        valid = valid_tokens(items * self.page_size, lengths)
         return softmax_mass(logits, valid).unflatten(1, (items, self.page_size)).sum(2)
 
 
 class QuestSum(Quest):
     """Quest with its bounds summed over a group's heads as they are."""
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, lengths: Tensor) -> Tensor:
         return self.bound(query, items).sum(1)
 
 
 class QuestMax(Quest):
     """Quest with the largest bound of a group's heads."""
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, lengths: Tensor) -> Tensor:
         return self.bound(query, items).amax(1)
 
 
@@ -90,14 +90,13 @@ def main() -> None:
             _, kv_heads, tokens, width = key.shape
             grouped, keys = query.reshape(kv_heads, -1, width), key.flatten(0, 1)
             true = (grouped.float() @ keys.float().transpose(1, 2) * scaling).softmax(-1)
-            starts = torch.zeros(kv_heads, dtype=torch.int64, device=key.device)
-            lengths = torch.full_like(starts, tokens)
+            lengths = torch.full((kv_heads,), tokens, device=key.device)
             for keep in ((4, 64), (4, 1), (4, 128)):
                 for name, make in variants(keep).items():
                     if keep != (4, 64) and name not in ("RaBitQ, pages of 2", "Quest, pages of 32"):
                         continue
                     algorithm = make()
-                    algorithm.construct_representations(keys, 0, starts, lengths, torch.zeros_like(lengths))
+                    algorithm.construct_representations(keys, 0, lengths, torch.zeros_like(lengths))
                     nbytes[name] = algorithm.nbytes / (kv_heads * tokens)
                     page = algorithm.page_size
                     items = -(-tokens // page)
@@ -106,7 +105,7 @@ def main() -> None:
                     for budget in args.budgets:
                         if budget // page < algorithm.kept_items:
                             continue
-                        chosen = algorithm.retrieve_topk(grouped, budget // page, items, scaling, starts, lengths)
+                        chosen = algorithm.retrieve_topk(grouped, budget // page, items, scaling, lengths)
                         index = chosen.long().unsqueeze(1).expand(-1, grouped.shape[1], -1)
                         mass = padded.gather(2, index.clamp(min=0)).masked_fill(index < 0, 0).sum(2).mean()
                         kept[name, f"{keep[0]} + {keep[1]}", budget].append(float(mass))

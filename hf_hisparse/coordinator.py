@@ -15,7 +15,7 @@ from hf_hisparse.algorithms import SparseAlgorithm
 from hf_hisparse.backends import AttentionBackend
 from hf_hisparse.branch import Branch
 from hf_hisparse.late_check import LateCheck
-from hf_hisparse.layout import ItemLayout, distinct, select_rows
+from hf_hisparse.layout import ItemLayout, distinct
 from hf_hisparse.memory import HierarchicalMemory, Memory, ResidentMemory
 from hf_hisparse.padding import Padding, seen_by_newest, take
 from hf_hisparse.storage import Pieces
@@ -122,7 +122,7 @@ class SparseCoordinator:
             new._reserved = self._reserved.fork(0, self.capacity, self.layers)
         if self.memory is not None:
             new.memory = self.memory.fork(self.length, self.capacity, self.layers)
-            new.starts, new._counts = self.starts.clone(), self._counts.clone()
+            new._counts = self._counts.clone()
             new._make_room(self.length)
         return new
 
@@ -162,7 +162,6 @@ class SparseCoordinator:
             memory.ragged = self.padding.most
             memory.load(tensors["items"], facts["length"], self.capacity, self.layers)
             self._reserved, self.memory = None, memory
-            self.starts = torch.zeros_like(moved["lengths"])
             self._count(moved["lengths"])
         elif facts["length"]:
             self.recent = tuple(moved[name] for name in sorted(moved) if name.startswith("recent."))
@@ -364,8 +363,7 @@ class SparseCoordinator:
         padding = self._padding_of(0, tokens, mask, batch, parts[0].device)
         memory = self._empty_memory(parts)
         self.batch, self.heads = batch, heads
-        self.starts = torch.zeros(memory.rows, dtype=torch.int64, device=memory.device)
-        self._count(torch.zeros_like(self.starts))
+        self._count(torch.zeros(memory.rows, dtype=torch.int64, device=memory.device))
         self._store(memory, parts, 0, padding)
         self._make_room(tokens)
         if padding:
@@ -426,7 +424,7 @@ class SparseCoordinator:
         before = self.lengths.clone()
         self._count(padding.lengths(tokens).repeat_interleave(self.heads))
         start = self._aligned(max(held - 1, 0))
-        self.algorithm.construct_representations(rows[0][:, start:], start, self.starts, self.lengths, before)
+        self.algorithm.construct_representations(rows[0][:, start:], start, self.lengths, before)
         return moved
 
     def _rows(self, elements: Sequence[int]) -> list[int]:
@@ -490,7 +488,7 @@ class SparseCoordinator:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
         self.length += 1
 
-    def window(self, tokens: int, mask: Tensor | None) -> tuple[Tensor, Tensor, int, Padding | None]:
+    def window(self, tokens: int, mask: Tensor | None) -> tuple[Tensor, int, Padding | None]:
         """What `tokens` new tokens that are yet to be stored may attend to, each as far as itself.
 
         A history that no longer is to be dense leaves the device here.
@@ -500,26 +498,25 @@ class SparseCoordinator:
             mask: As for `seen_by_newest`. Decode steps do not look at it, and may have None.
 
         Returns:
-            `[batch]` int64 each, the first token that is not padding and the first new one; how many tokens there are
-            with the new ones, or there is room for; and the padding among the new ones, or None if there is none.
+            `[batch]` int64, the first new one of each sequence; how many tokens there are with the new ones, or there
+            is room for; and the padding among the new ones, or None if there is none.
         """
         dense = self.fits(tokens)
         if self.memory is None and self.length and not dense:
             self._spill(self.history(), mask)
         if self.decodes(tokens):
-            return self.starts, self.lengths, max(self.room, self.length + tokens), None
+            return self.lengths, max(self.room, self.length + tokens), None
         assert mask is not None
         total = self.length + tokens
-        starts = torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
-        first = torch.full_like(starts, self.length) if self.memory is None else self.lengths
+        first = torch.full((len(mask),), self.length, device=mask.device) if self.memory is None else self.lengths
         # Where attention is dense it is masked by itself.
         padding = self._padding_of(self.length, total, None if dense else mask, len(mask), mask.device)
-        return starts, first, total, padding or None
+        return first, total, padding or None
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for queries `[rows, heads, width]`."""
         items = self.memory.layout.items(max(self.room, self.length))
-        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, self.lengths)
+        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.lengths)
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
         """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
@@ -527,9 +524,7 @@ class SparseCoordinator:
             self.selected.append(selection)
         self._branch.join()
         buffer, slots = self.memory.fetch(selection)
-        return self.backend.attend(
-            query, buffer, slots, selection, self.starts, self.lengths, self.memory.layout, scale, **kwargs
-        )
+        return self.backend.attend(query, buffer, slots, selection, self.lengths, self.memory.layout, scale, **kwargs)
 
     # ---- what transformers does with a cache -------------------------------------------------------------------------
 
@@ -563,7 +558,7 @@ class SparseCoordinator:
         start = self._aligned(max(length - self.padding.most - 1, 0))
         keys = self.memory.read(length, start)[0]
         self._count(self.padding.lengths(length).repeat_interleave(self.heads))
-        self.algorithm.construct_representations(keys, start, self.starts, self.lengths, self.lengths)
+        self.algorithm.construct_representations(keys, start, self.lengths, self.lengths)
 
     def undo(self, length: int) -> None:
         """Goes back to the first `length` tokens, all that there were before a forward that ended midway.
@@ -595,7 +590,6 @@ class SparseCoordinator:
             self.recent = tuple(part.index_select(0, index) for part in self.recent)
         else:
             self.memory.select(self._rows(chosen), self.length, self.layers)
-            self.starts = select_rows(self.starts, rows)
             self._count(self.lengths[rows])
             if len(index) != self.batch:
                 self.serial = next(self._serials)

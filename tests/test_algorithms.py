@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_hisparse import HierarchicalSparseCache, enable
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
 from hf_hisparse.ops import reference
-from hf_hisparse.ops.reference import rotation, softmax_mass, valid_tokens
+from hf_hisparse.ops.reference import rotation, softmax_mass
 from tests.helpers import DEVICE, decode, generate, random_ids, same_bits
 
 
@@ -34,12 +34,12 @@ def zeros(rows: int) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=DEVICE)
 
 
-def filled(algorithm: KeyScoring, keys: Tensor, starts: Tensor | None = None, built: int | None = None) -> KeyScoring:
-    """The algorithm after a prefill of the first `built` keys and then a token at a time."""
+def filled(algorithm: KeyScoring, keys: Tensor, lengths: Tensor | None = None, built: int | None = None) -> KeyScoring:
+    """The algorithm after a prefill, of `lengths` or the first `built` keys and then a token at a time."""
     rows, tokens, _ = keys.shape
     built = tokens if built is None else built
     algorithm.construct_representations(
-        keys[:, :built], 0, zeros(rows) if starts is None else starts, zeros(rows) + built, zeros(rows)
+        keys[:, :built], 0, zeros(rows) + built if lengths is None else lengths, zeros(rows)
     )
     for t in range(built, tokens):
         algorithm.reserve(t + 1)
@@ -105,15 +105,13 @@ def test_pages_of_one_token_score_their_product():
 
 def test_quest_scores_are_the_softmax_of_the_bound():
     keys, query = draw(2, 50, WIDTH) * 3, draw(2, 4, WIDTH, seed=1) * 3
-    algorithm = filled(Quest(page_size=8), keys)
-    starts, lengths = tensor([0, 20]), tensor([50, 50])
-    filled(algorithm, keys, starts)
-    score = algorithm.score(query, 7, SCALE, starts, lengths)
-    for row in range(2):
-        first = int(starts[row]) // 8
+    lengths = tensor([50, 29])
+    algorithm = filled(Quest(page_size=8), keys, lengths)
+    score = algorithm.score(query, 7, SCALE, lengths)
+    for row, length in enumerate(lengths.tolist()):
         logits = np.full((1, 4, 7), -np.inf)
-        for page in range(first, 7):
-            held = keys[row, max(page * 8, int(starts[row])) : page * 8 + 8].double().cpu().numpy()
+        for page in range(-(-length // 8)):
+            held = keys[row, page * 8 : min(page * 8 + 8, length)].double().cpu().numpy()
             q = query[row].double().cpu().numpy()[:, None]
             logits[0, :, page] = np.maximum(q * held.min(0), q * held.max(0)).sum(-1)[:, 0] * SCALE
         np.testing.assert_allclose(score[row].cpu().numpy(), mass(logits)[0], rtol=1e-4, atol=1e-6)
@@ -140,12 +138,12 @@ def centre_of(algorithm: RaBitQ, tokens: int) -> Tensor:
 def test_a_block_is_centred_by_the_mean_of_the_block_before_and_the_first_by_its_own(monkeypatch, tokens):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys = draw(2, tokens, WIDTH) + 3
-    starts = tensor([0, 5])
-    centre = centre_of(filled(RaBitQ(), keys, starts), tokens)
-    for row, start in enumerate(starts.tolist()):
-        for block in range(-(-tokens // 8)):
+    lengths = tensor([tokens, tokens - 5])
+    centre = centre_of(filled(RaBitQ(), keys, lengths), tokens)
+    for row, length in enumerate(lengths.tolist()):
+        for block in range(-(-length // 8)):
             source = max(block - 1, 0) * 8
-            mean = keys[row, max(source, start) : min(source + 8, tokens)].double().mean(0)
+            mean = keys[row, source : min(source + 8, length)].double().mean(0)
             torch.testing.assert_close(centre[row, block * 8], mean, rtol=1e-5, atol=1e-5)
 
 
@@ -160,7 +158,7 @@ def test_blocks_that_fill_in_decoding_equal_blocks_that_were_constructed(monkeyp
         grown.update_representations(keys[:, token], full((2,), token))
     rebuilt = filled(RaBitQ(), keys[:, :filled_first])
     start = (filled_first - 1) // 8 * 8
-    rebuilt.construct_representations(keys[:, start:], start, zeros(2), zeros(2) + 50, zeros(2) + filled_first)
+    rebuilt.construct_representations(keys[:, start:], start, zeros(2) + 50, zeros(2) + filled_first)
     for other in (grown, rebuilt):
         torch.testing.assert_close(centre_of(other, 50), centre_of(whole, 50), rtol=1e-5, atol=1e-5)
         # Sums in another order may turn the sign of a coordinate that is next to nothing.
@@ -233,14 +231,13 @@ def test_estimates_correlate_with_the_exact_products():
 
 def test_rabitq_scores_are_the_softmax_of_the_estimate():
     keys, query = draw(2, 50, 64) * 2, draw(2, 4, 64, seed=1) * 2
-    starts, lengths = tensor([0, 13]), tensor([50, 50])
-    algorithm = filled(RaBitQ(page_size=4), keys, starts)
-    valid = valid_tokens(52, starts, lengths)
-    score = algorithm.score(query, 13, 0.125, starts, lengths)
+    lengths = tensor([50, 37])
+    algorithm = filled(RaBitQ(page_size=4), keys, lengths)
+    score = algorithm.score(query, 13, 0.125, lengths)
     rotated = query.double() @ rotation(64, DEVICE).double() * 0.125
     logits = (rotated @ decoded(algorithm, 50).transpose(1, 2)).cpu().numpy()
     logits = np.pad(logits, ((0, 0), (0, 0), (0, 2)), constant_values=-np.inf)
-    logits = np.where(valid.unsqueeze(1).cpu().numpy(), logits, -np.inf)
+    logits = np.where(np.arange(52) < lengths.view(2, 1, 1).cpu().numpy(), logits, -np.inf)
     expected = mass(logits).reshape(2, 13, 4).sum(-1)
     np.testing.assert_allclose(score.cpu().numpy(), expected, rtol=1e-4, atol=1e-6)
 
@@ -249,16 +246,16 @@ def test_bits_are_unpacked_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 16)
     keys, query = draw(2, 50, WIDTH), draw(2, 4, WIDTH, seed=1)
     algorithm = filled(RaBitQ(page_size=4), keys)
-    window = zeros(2), tensor([50, 50])
-    whole = algorithm.score(query, 13, SCALE, *window)
+    lengths = tensor([50, 50])
+    whole = algorithm.score(query, 13, SCALE, lengths)
     monkeypatch.setattr(reference, "TOKENS_UNPACKED", 8)
-    torch.testing.assert_close(algorithm.score(query, 13, SCALE, *window), whole)
+    torch.testing.assert_close(algorithm.score(query, 13, SCALE, lengths), whole)
 
 
 def test_keys_that_are_all_the_same_are_no_trouble():
     keys = draw(1, 1, WIDTH).expand(1, 40, WIDTH)
     algorithm = filled(RaBitQ(sink_tokens=1, recent_tokens=1), keys)
-    selection = algorithm.retrieve_topk(draw(1, 2, WIDTH, seed=1), 4, 10, SCALE, zeros(1), tensor([40]))
+    selection = algorithm.retrieve_topk(draw(1, 2, WIDTH, seed=1), 4, 10, SCALE, tensor([40]))
     assert sorted(set(selection[0].tolist())) == selection[0].tolist() and len(selection[0]) == 4
 
 
@@ -303,7 +300,7 @@ def test_chunks_equal_a_prefill(name, page_size, chunks):
             # A chunk begins with the page of the last token, as the coordinator hands it over.
             start, held = max(length - 1, 0) // page_size * page_size, zeros(2) + length
             length += chunk
-            grown.construct_representations(keys[:, start:length], start, zeros(2), zeros(2) + length, held)
+            grown.construct_representations(keys[:, start:length], start, zeros(2) + length, held)
         assert_same_representation(whole, grown, -(-tokens // whole.granularity))
 
 
@@ -312,7 +309,7 @@ def test_a_rewritten_tail_leaves_no_trace(method, monkeypatch):
     monkeypatch.setattr(RaBitQ, "block", 8)
     keys, other = draw(2, 40, WIDTH), draw(2, 40, WIDTH, seed=1) * 10
     algorithm = filled(method(page_size=8), torch.cat((keys[:, :19], other[:, 19:]), dim=1))
-    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2), zeros(2) + 19, zeros(2) + 19)
+    algorithm.construct_representations(keys[:, 16:19], 16, zeros(2) + 19, zeros(2) + 19)
     for t in range(19, 40):
         algorithm.reserve(t + 1)
         algorithm.update_representations(keys[:, t], full((2,), t))
@@ -325,7 +322,7 @@ def test_rows_of_any_length_are_represented_as_each_alone(method, monkeypatch):
     lengths = tensor([40, 17, 16, 9, 1])
     keys, new = draw(5, 40, WIDTH), draw(5, 20, WIDTH, seed=1)
     together = method(page_size=4)
-    together.construct_representations(keys, 0, zeros(5), lengths, zeros(5))
+    together.construct_representations(keys, 0, lengths, zeros(5))
     together.reserve(60)
     for t in range(20):
         together.update_representations(new[:, t], lengths + t)
@@ -337,7 +334,7 @@ def test_rows_of_any_length_are_represented_as_each_alone(method, monkeypatch):
     padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=1000)
     start = (21 - 1) // 8 * 8
     rebuilt = copy.deepcopy(together)
-    rebuilt.construct_representations(padded[:, start:], start, zeros(5), lengths + 20, lengths + 20)
+    rebuilt.construct_representations(padded[:, start:], start, lengths + 20, lengths + 20)
     for row, one in enumerate(alone):
         tokens = len(whole[row])
         for each in (together, rebuilt):
@@ -358,23 +355,23 @@ def test_what_a_row_holds_stays_whatever_the_others_hold(monkeypatch):
     prompts, grown, held = tensor([3, 6, 1, 20]), 12, tensor([15, 18, 1, 32])
     keys = draw(4, 60, WIDTH)
     together = RaBitQ()
-    together.construct_representations(keys[:, :20], 0, zeros(4), prompts, zeros(4))
+    together.construct_representations(keys[:, :20], 0, prompts, zeros(4))
     together.reserve(60)
     for t in range(grown):
         together.update_representations(keys[torch.arange(4), prompts + t], prompts + t)
     # One row was cropped to a single token since.
-    together.construct_representations(keys[:, :32], 0, zeros(4), held, held)
-    together.construct_representations(keys[:, :45], 0, zeros(4), held + 13, held)
+    together.construct_representations(keys[:, :32], 0, held, held)
+    together.construct_representations(keys[:, :45], 0, held + 13, held)
     for row, (prompt, end) in enumerate(zip(prompts.tolist(), held.tolist(), strict=True)):
         mine, alone, one = copy.deepcopy(together), RaBitQ(), keys[row : row + 1]
         mine.select_rows(tensor([row]))
-        alone.construct_representations(one[:, :prompt], 0, zeros(1), zeros(1) + prompt, zeros(1))
+        alone.construct_representations(one[:, :prompt], 0, zeros(1) + prompt, zeros(1))
         alone.reserve(60)
         for t in range(grown):
             alone.update_representations(one[:, prompt + t], full((1,), prompt + t))
         low = (end - 1) // 8 * 8
-        alone.construct_representations(one[:, low:end], low, zeros(1), zeros(1) + end, zeros(1) + end)
-        alone.construct_representations(one[:, low : end + 13], low, zeros(1), zeros(1) + end + 13, zeros(1) + end)
+        alone.construct_representations(one[:, low:end], low, zeros(1) + end, zeros(1) + end)
+        alone.construct_representations(one[:, low : end + 13], low, zeros(1) + end + 13, zeros(1) + end)
         assert torch.equal(centre_of(mine, end + 13), centre_of(alone, end + 13))
         assert torch.equal(mine.filling[0], alone.filling[0]) and torch.equal(mine.filling[1], alone.filling[1])
         if end > 1:
@@ -385,24 +382,24 @@ def test_what_a_row_holds_stays_whatever_the_others_hold(monkeypatch):
 
 def test_padding_leaves_no_trace(method):
     keys, query = draw(2, 40, WIDTH), draw(2, 3, WIDTH, seed=1)
-    starts, lengths = tensor([0, 21]), tensor([40, 40])
+    lengths = tensor([40, 19])
     loud = keys.clone()
-    loud[1, :21] = 1000
-    quiet = filled(method(page_size=4), keys, starts)
-    shouted = filled(method(page_size=4), loud, starts)
-    score = shouted.score(query, 10, SCALE, starts, lengths)
-    assert torch.equal(quiet.score(query, 10, SCALE, starts, lengths), score)
-    assert not score[1, :5].any() and score.isfinite().all()
+    loud[1, 19:] = 1000
+    quiet = filled(method(page_size=4), keys, lengths)
+    shouted = filled(method(page_size=4), loud, lengths)
+    score = shouted.score(query, 10, SCALE, lengths)
+    assert torch.equal(quiet.score(query, 10, SCALE, lengths), score)
+    assert not score[1, 5:].any() and score.isfinite().all()
 
 
-def chosen(algorithm: KeyScoring, scores: Tensor, k: int, starts: Tensor, lengths: Tensor) -> list[dict]:
+def chosen(algorithm: KeyScoring, scores: Tensor, k: int, lengths: Tensor) -> list[dict]:
     """What must be selected, said plainly: a row's kept items, and how high the others have to score."""
     rows = []
     size = algorithm.page_size
-    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        inside = sorted({t // size for t in range(start, length)})
-        kept = {t // size for t in range(start, min(start + max(algorithm.sink_tokens, 1), length))}
-        kept |= {t // size for t in range(max(start, length - max(algorithm.recent_tokens, 1)), length)}
+    for row, length in enumerate(lengths.tolist()):
+        inside = sorted({t // size for t in range(length)})
+        kept = {t // size for t in range(min(max(algorithm.sink_tokens, 1), length))}
+        kept |= {t // size for t in range(max(0, length - max(algorithm.recent_tokens, 1)), length)}
         others = sorted((float(scores[row, i]) for i in inside if i not in kept), reverse=True)
         count = min(k, len(inside))
         free = count - len(kept)
@@ -417,16 +414,16 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
     page_size, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     algorithm = ALGORITHMS[name](page_size, data.draw(st.integers(0, 6)), data.draw(st.integers(0, 9)))
     rows, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
-    starts = tensor(data.draw(st.lists(st.integers(0, tokens - 1), min_size=rows, max_size=rows)))
+    lengths = tensor(data.draw(st.lists(st.integers(1, tokens), min_size=rows, max_size=rows)))
     k = data.draw(st.integers(algorithm.kept_items, algorithm.kept_items + 6))
     keys, query = draw(rows, tokens, WIDTH, seed=seed), draw(rows, 2, WIDTH, seed=seed + 1)
-    filled(algorithm, keys, starts)
-    items, lengths = -(-tokens // page_size), full((rows,), tokens)
-    selection = algorithm.retrieve_topk(query, k, items, SCALE, starts, lengths)
-    scores = algorithm.score(query, items, SCALE, starts, lengths).cpu()
+    filled(algorithm, keys, lengths)
+    items = -(-tokens // page_size)
+    selection = algorithm.retrieve_topk(query, k, items, SCALE, lengths)
+    scores = algorithm.score(query, items, SCALE, lengths).cpu()
 
     assert selection.dtype == torch.int32 and selection.shape == (rows, min(k, items))
-    for row, expected in enumerate(chosen(algorithm, scores, k, starts, lengths)):
+    for row, expected in enumerate(chosen(algorithm, scores, k, lengths)):
         ids = [i for i in selection[row].tolist() if i >= 0]
         assert selection[row].tolist() == ids + [-1] * (selection.shape[1] - len(ids))
         assert ids == sorted(set(ids)) and set(ids) <= set(expected["inside"])
@@ -438,18 +435,18 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
 @pytest.mark.parametrize("parent", [Quest, RaBitQ])
 def test_a_method_with_scores_of_its_own_selects_by_them(parent):
     class Backwards(parent):
-        def score(self, query, items, scale, starts, lengths):
-            return -super().score(query, items, scale, starts, lengths)
+        def score(self, query, items, scale, lengths):
+            return -super().score(query, items, scale, lengths)
 
     class Same(parent):
         pass
 
-    keys, query, window = draw(1, 400, WIDTH), draw(1, 2, WIDTH, seed=1), (zeros(1), tensor([400]))
+    keys, query, lengths = draw(1, 400, WIDTH), draw(1, 2, WIDTH, seed=1), tensor([400])
     chosen = []
     for kind in (parent, Same, Backwards):
         algorithm = kind(page_size=4, sink_tokens=1, recent_tokens=1)
-        algorithm.construct_representations(keys, 0, *window, zeros(1))
-        chosen.append(set(algorithm.retrieve_topk(query, 30, 100, SCALE, *window)[0].tolist()))
+        algorithm.construct_representations(keys, 0, lengths, zeros(1))
+        chosen.append(set(algorithm.retrieve_topk(query, 30, 100, SCALE, lengths)[0].tolist()))
     assert chosen[0] == chosen[1]
     assert chosen[0] & chosen[2] == {0, 99}
 
@@ -457,7 +454,7 @@ def test_a_method_with_scores_of_its_own_selects_by_them(parent):
 def test_everything_is_selected_while_it_fits(method):
     keys = draw(2, 30, WIDTH)
     algorithm = filled(method(page_size=4, sink_tokens=1, recent_tokens=1), keys)
-    selection = algorithm.retrieve_topk(draw(2, 2, WIDTH, seed=1), 20, 8, SCALE, zeros(2), tensor([30, 30]))
+    selection = algorithm.retrieve_topk(draw(2, 2, WIDTH, seed=1), 20, 8, SCALE, tensor([30, 30]))
     assert selection.tolist() == [list(range(8))] * 2
 
 
@@ -468,19 +465,19 @@ def test_a_key_that_stands_out_is_found(method):
         keys = draw(1, 100, WIDTH)
         keys[0, needle] = 4 * query[0, 0]
         algorithm = filled(method(page_size=4, sink_tokens=4, recent_tokens=4), keys)
-        selection = algorithm.retrieve_topk(query, 6, 25, SCALE, zeros(1), tensor([100]))
+        selection = algorithm.retrieve_topk(query, 6, 25, SCALE, tensor([100]))
         assert needle // 4 in selection[0].tolist()
 
 
 def test_rows_are_independent(method):
     keys, query = draw(4, 50, WIDTH), draw(4, 2, WIDTH, seed=1)
-    starts, lengths = tensor([0, 5, 33, 0]), full((4,), 50)
-    algorithm = filled(method(4, 1, 1), keys, starts)
-    together = algorithm.retrieve_topk(query, 6, 13, SCALE, starts, lengths)
+    lengths = tensor([50, 45, 17, 50])
+    algorithm = filled(method(4, 1, 1), keys, lengths)
+    together = algorithm.retrieve_topk(query, 6, 13, SCALE, lengths)
     for row in range(4):
         some = slice(row, row + 1)
-        alone = filled(method(4, 1, 1), keys[some], starts[some])
-        assert torch.equal(alone.retrieve_topk(query[some], 6, 13, SCALE, starts[some], lengths[some]), together[some])
+        alone = filled(method(4, 1, 1), keys[some], lengths[some])
+        assert torch.equal(alone.retrieve_topk(query[some], 6, 13, SCALE, lengths[some]), together[some])
 
 
 def test_heads_are_normalised_before_they_are_summed():
@@ -520,11 +517,10 @@ def test_the_indexer_selects_by_the_plain_expression(data):
     # The longest row ends with its last query, others before; some queries are padding.
     room = st.integers(0, tokens - queries)
     positions = [tokens - queries] + [data.draw(room) for _ in range(batch - 1)]
-    starts = [data.draw(st.integers(0, tokens)) for _ in range(batch)]
     token, query_of = torch.arange(tokens), torch.arange(queries).unsqueeze(1)
-    visible = torch.stack([(token >= a) & (token <= b + query_of) for a, b in zip(starts, positions, strict=True)])
+    visible = torch.stack([token <= first + query_of for first in positions])
 
-    selection = algorithm.retrieve_topk(query, weights, 0.3, tensor(starts), tensor(positions), tokens, k)
+    selection = algorithm.retrieve_topk(query, weights, 0.3, tensor(positions), tokens, k)
     products = torch.einsum("bqhd,bkd->bqhk", query.double(), keys.double())
     scores = (weights.double().unsqueeze(-1) * (0.3 * products).relu()).sum(2).cpu()
     assert selection.dtype == torch.int32 and selection.shape == (batch, queries, min(k, tokens))
@@ -558,7 +554,7 @@ def test_the_indexer_computes_in_float32():
     keys = tensor([[[256.0, 1.0], [256.0, 0.0]]], dtype=torch.bfloat16)
     algorithm.extend(keys, torch.arange(2, device=DEVICE).unsqueeze(0), 2)
     query = tensor([[[[1.0, 1.0]]]], dtype=torch.bfloat16)
-    weights, window = torch.ones(1, 1, 1, device=DEVICE), (tensor([0]), tensor([1]), 2)
+    weights, window = torch.ones(1, 1, 1, device=DEVICE), (tensor([1]), 2)
     # The stock indexer widens its queries before they meet the keys.
     for widened in (query, query.float()):
         assert algorithm.retrieve_topk(widened, weights, 1.0, *window, 1).item() == 0
@@ -569,11 +565,11 @@ def test_a_query_of_the_indexer_selects_the_same_whatever_else_is_asked():
     """Rows of a batch, queries of a block, and room for more tokens."""
     algorithm, _ = indexer(3, 60)
     query, weights = draw(3, 20, 4, 8, seed=1), draw(3, 20, 4, seed=2)
-    starts, positions = tensor([0, 5, 45]), tensor([40, 30, 40])
-    together = algorithm.retrieve_topk(query, weights, 0.3, starts, positions, 60, 7)
+    positions = tensor([40, 30, 40])
+    together = algorithm.retrieve_topk(query, weights, 0.3, positions, 60, 7)
     for one in range(20):
         some = slice(one, one + 1)
-        alone = algorithm.retrieve_topk(query[:, some], weights[:, some], 0.3, starts, positions + one, 60, 7)
+        alone = algorithm.retrieve_topk(query[:, some], weights[:, some], 0.3, positions + one, 60, 7)
         assert torch.equal(alone, together[:, some])
 
 
@@ -592,7 +588,7 @@ class Oldest(KeyScoring):
     def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         return old
 
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, lengths: Tensor) -> Tensor:
         return -torch.arange(items, device=query.device).float().expand(len(query), items).contiguous()
 
 

@@ -169,7 +169,7 @@ class LibraryCase(Case):
             options["sinks"] = options["sinks"].to(self.device)
         buffer = self.buffer if buffer is None else buffer
         slots = self.slots if slots is None else slots
-        tensors = (self.query, buffer, slots, self.selection, self.starts, self.lengths)
+        tensors = (self.query, buffer, slots, self.selection, self.lengths)
         output = self.backend.attend(*(tensor.to(self.device) for tensor in tensors), self.layout, 0.3, **options)
         assert output.dtype == self.query.dtype
         return output.cpu()
@@ -212,7 +212,7 @@ def test_heads(kind, heads, backend, device):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(FEW), st.integers(1, 400), st.integers(1, 400), st.integers(0, 1000))
 def test_against_float64_with_random_masks(backend, device, kind, tokens, k, seed):
-    """Part-filled pages, padding on the left, selections with holes, and runs in which there is nothing."""
+    """Part-filled pages, rows of any length, selections with holes, and runs in which there is nothing."""
     case = LibraryCase(kind, tokens, k, backend, device, rows=2, seed=seed, **{} if kind == "latents" else {"heads": 2})
     case.check()
     case.check(sinks=case.sinks)
@@ -223,24 +223,24 @@ def test_views_as_the_cache_passes_them(kind, backend, device):
     """A buffer that rows share or that has room for more, queries and sinks that are views, a selection whose columns
     are apart."""
     case = LibraryCase(kind, 300, 200, backend, device, rows=3)
-    case.starts[:] = 0
+    case.lengths[:] = case.lengths[0]
     case.selection, case.slots = (t[:1].expand(3, -1).contiguous() for t in (case.selection, case.slots))
     case.buffer = case.buffer[:1].repeat(3, 1, 1)
     case.sinks = case.sinks[:1].repeat(3, 1)
     expected = case.attend(sinks=case.sinks)
-    query, buffer, selection, slots, starts, lengths, sinks = (
-        getattr(case, name).to(device) for name in "query buffer selection slots starts lengths sinks".split()
+    query, buffer, selection, slots, lengths, sinks = (
+        getattr(case, name).to(device) for name in "query buffer selection slots lengths sinks".split()
     )
     roomy = torch.cat((buffer, torch.full_like(buffer, torch.nan)), dim=1)[:, : buffer.shape[1]]
     apart = query.transpose(1, 2).contiguous().transpose(1, 2)
     heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
     spread = torch.stack((selection, slots), dim=-1)
-    window = starts[:1].expand(3), lengths[:1].expand(3)
+    lengths = lengths[:1].expand(3)
     for asked in (query, apart, heads_first):
         for held in (buffer[:1].expand(3, -1, -1), roomy):
             columns = spread[..., 1], spread[..., 0]
             output = case.backend.attend(
-                asked, held, *columns, *window, case.layout, 0.3, sinks=sinks[:1].expand(3, -1)
+                asked, held, *columns, lengths, case.layout, 0.3, sinks=sinks[:1].expand(3, -1)
             )
             assert torch.equal(output.cpu(), expected)
 
@@ -273,12 +273,12 @@ def test_bytes_beyond_the_valid_tokens_do_not_matter(kind, loud, backend, device
     expected = case.attend()
     assert expected.isfinite().all()
     assert torch.equal(case.attend(case.buffer.masked_fill(case.buffer == case.buffer.max(), loud)), expected)
-    # Padding on the left is valid bytes that nothing may see.
+    # What lies behind a shorter row is bytes like any, and nothing may see them.
     keys, values, size = case.layout.keys(case.buffer), case.layout.values(case.buffer), case.layout.page_size
     for row in range(3):
         for item, slot in zip(case.selection[row].tolist(), case.slots[row].tolist(), strict=True):
             for within in range(size):
-                if item >= 0 and item * size + within < case.starts[row]:
+                if item >= 0 and item * size + within >= case.lengths[row]:
                     keys[row, slot, within] = values[row, slot, within] = loud
     assert torch.equal(case.attend(), expected)
 
@@ -289,7 +289,7 @@ def test_bytes_beyond_the_valid_tokens_do_not_matter(kind, loud, backend, device
 def test_a_row_that_sees_nothing_gives_zeros(kind, k, sinks, backend, device):
     case = LibraryCase(kind, k + 10, k, backend, device)
     case.selection[0] = case.slots[0] = -1
-    case.starts[1], case.starts[2] = case.lengths[1], 0
+    case.lengths[1], case.lengths[2] = 0, case.lengths[0]
     options = {"sinks": case.sinks} if sinks else {}
     output = case.attend(**options)
     assert not output[:2].any()
@@ -303,10 +303,10 @@ def test_nothing_to_do(kind, shape, backend, device):
     rows, heads, k = shape
     name, layout = KINDS[kind]
     empty = torch.zeros(rows, k, dtype=torch.int32, device=device)
-    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     query = torch.ones(rows, heads, layout.key[1], dtype=torch.bfloat16, device=device)
     buffer = torch.ones(rows, 3, layout.elements, dtype=torch.bfloat16, device=device)
-    output = backend(name).attend(query, buffer, empty, empty, tokens, tokens, layout, 1.0)
+    output = backend(name).attend(query, buffer, empty, empty, lengths, layout, 1.0)
     assert output.shape == (rows, heads, layout.value[1]) and not output.any()
 
 
@@ -376,7 +376,7 @@ def test_a_model_equals_its_resident_oracle(kind, backend, device):
 def test_no_synchronisation_and_capture(kind, device, backend):
     """The host never waits for the device, and a captured graph does the same with other tensors."""
     case = LibraryCase(kind, 2100, 2048, backend, device, rows=2)
-    names = ("query", "buffer", "slots", "selection", "starts", "lengths")
+    names = ("query", "buffer", "slots", "selection", "lengths")
     tensors = [getattr(case, name).to(device) for name in names]
     attend, layout = case.backend.attend, case.layout
     expected = attend(*tensors, layout, 0.3)
@@ -393,7 +393,7 @@ def test_no_synchronisation_and_capture(kind, device, backend):
     assert torch.equal(output, expected)
     # Other queries, and rows of which less can be seen.
     tensors[0].copy_(torch.randn_like(tensors[0]))
-    tensors[5].copy_(torch.tensor([700, 0]))
+    tensors[4].copy_(torch.tensor([700, 0]))
     graph.replay()
     assert torch.equal(output, attend(*tensors, layout, 0.3)) and not output[1].any()
 
@@ -422,7 +422,7 @@ def test_what_is_refused(what, monkeypatch):
     stand_in(monkeypatch, name)
     monkeypatch.setattr(library, "device_of", lambda device: library.Device(options.get("card", 9), 132))
     case = Case(layout, 30, 5, heads=options.get("heads", 64), dtype=options.get("dtype", torch.bfloat16))
-    tensors = (case.query, case.buffer, case.slots, case.selection, case.starts, case.lengths)
+    tensors = (case.query, case.buffer, case.slots, case.selection, case.lengths)
     backend = BACKENDS[name]()
     with pytest.raises(ValueError) as error:
         backend.attend(*tensors, layout, 0.3, softcap=options.get("softcap"))

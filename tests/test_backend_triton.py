@@ -74,7 +74,7 @@ class TritonCase(Case):
             options["sinks"] = options["sinks"].to(DEVICE)
         buffer = self.buffer if buffer is None else buffer
         slots = self.slots if slots is None else slots
-        tensors = (self.query, buffer, slots, self.selection, self.starts, self.lengths)
+        tensors = (self.query, buffer, slots, self.selection, self.lengths)
         output = BACKENDS["triton"]().attend(*(tensor.to(DEVICE) for tensor in tensors), self.layout, 0.3, **options)
         assert output.dtype == self.query.dtype
         return output.cpu()
@@ -192,7 +192,7 @@ def test_against_float64_with_random_masks(many_runs, layout, tokens, k, heads, 
 def test_views_as_the_cache_passes_them(layout, many_runs):
     """A buffer that rows share, queries and sinks that are views, a selection whose columns are apart."""
     case = TritonCase(LAYOUTS[layout], tokens=90, k=-(-60 // LAYOUTS[layout].page_size), rows=3, heads=2)
-    case.starts[:] = 0
+    case.lengths[:] = case.lengths[0]
     case.selection, case.slots = (t[:1].expand(3, -1).contiguous() for t in (case.selection, case.slots))
     case.buffer = case.buffer[:1].repeat(3, 1, 1)
     case.sinks = case.sinks[:1].repeat(3, 1)
@@ -210,7 +210,6 @@ def test_views_as_the_cache_passes_them(layout, many_runs):
             on(case.buffer[:1]).expand(3, -1, -1),
             on(spread)[..., 1],
             on(spread)[..., 0],
-            on(case.starts[:1]).expand(3),
             on(case.lengths[:1]).expand(3),
             case.layout,
             0.3,
@@ -251,12 +250,12 @@ def test_bytes_beyond_the_valid_tokens_do_not_matter(layout, loud, many_runs):
     expected = case.attend()
     assert expected.isfinite().all()
     assert torch.equal(case.attend(case.buffer.masked_fill(case.buffer == 999, loud)), expected)
-    # Padding on the left is valid bytes that nothing may see.
+    # What lies behind a shorter row is bytes like any, and nothing may see them.
     keys = case.layout.keys(case.buffer)
     for row in range(3):
         for item, slot in zip(case.selection[row].tolist(), case.slots[row].tolist(), strict=True):
             for within in range(case.layout.page_size):
-                if item >= 0 and item * case.layout.page_size + within < case.starts[row]:
+                if item >= 0 and item * case.layout.page_size + within >= case.lengths[row]:
                     keys[row, slot, within] = loud
                     case.layout.values(case.buffer)[row, slot, within] = loud
     assert torch.equal(case.attend(), expected)
@@ -269,7 +268,7 @@ def test_a_row_that_sees_nothing_gives_zeros(k, sinks):
     case = TritonCase(LAYOUTS["pages of 1"], tokens=k + 10, k=k, heads=2)
     case.selection[0] = -1
     case.slots[0] = -1
-    case.starts[1] = case.lengths[1]
+    case.lengths[1] = 0
     options = {"sinks": case.sinks} if sinks else {}
     output = case.attend(**options)
     assert not output[:2].any()
@@ -285,7 +284,7 @@ def test_sinks_take_their_share(k, many_runs):
     one = torch.full((1, k), -1, dtype=torch.int32)
     one[0, 0] = 0
     tensors = (torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[1.0, 0.0, 3.0, 5.0]]]), one, one)
-    tensors += (torch.tensor([0]), torch.tensor([1]))
+    tensors += (torch.tensor([1]),)
 
     def attend(*sink: float) -> Tensor:
         sinks = torch.tensor([sink], device=DEVICE) if sink else None
@@ -306,7 +305,6 @@ def test_offsets_beyond_32_bits():
     case = TritonCase(layout, tokens=30, k=1, rows=2, dtype=torch.float16)
     case.selection[:] = 0
     case.slots[:] = slots - 1
-    case.starts[:] = 0
     packed = layout.pack(case.parts)
     buffer[:, -1] = packed[:, 0].to(DEVICE)
     torch.testing.assert_close(case.attend(buffer).double(), case.expected(), rtol=0, atol=5e-3)
@@ -318,10 +316,10 @@ def test_nothing_to_do(shape):
     rows, heads, k = shape
     layout = LAYOUTS["pages of 4"]
     empty = torch.zeros(rows, k, dtype=torch.int32, device=DEVICE)
-    tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     query = torch.ones(rows, heads, 192, device=DEVICE)
     buffer = torch.ones(rows, 3, layout.elements, device=DEVICE)
-    output = BACKENDS["triton"]().attend(query, buffer, empty, empty, tokens, tokens, layout, 1.0)
+    output = BACKENDS["triton"]().attend(query, buffer, empty, empty, lengths, layout, 1.0)
     assert output.shape == (rows, heads, 128) and not output.any()
 
 
@@ -357,7 +355,7 @@ def test_no_synchronisation_and_capture(layout):
     """The host never waits for the device, and a captured graph does the same with other tensors."""
     layout = LAYOUTS[layout]
     case = TritonCase(layout, 2100, 2048 // layout.page_size, rows=2, heads=32, dtype=torch.bfloat16)
-    names = ("query", "buffer", "slots", "selection", "starts", "lengths")
+    names = ("query", "buffer", "slots", "selection", "lengths")
     tensors = [getattr(case, name).to(DEVICE) for name in names]
     attend = BACKENDS["triton"]().attend
     expected = attend(*tensors, layout, 0.3)
@@ -427,10 +425,10 @@ WRONG: dict[str, tuple[str, Callable[[Tensor], Tensor], list[str]]] = {
     "selection of other rows": ("selection", lambda t: t[:2], ["[3, k]", "[2, 9]"]),
     "selection of floats": ("selection", lambda t: t.float(), ["[3, 9]", "torch.int32", "torch.float32"]),
     "slots of another k": ("slots", lambda t: t[:, :5], ["[3, 9]", "[3, 5]"]),
-    "starts of one row": ("starts", lambda t: t[:1], ["[3]", "[1]"]),
+    "lengths of one row": ("lengths", lambda t: t[:1], ["[3]", "[1]"]),
     "lengths of two dimensions": ("lengths", lambda t: t[:, None], ["[3]", "[3, 1]"]),
     "sinks a head": ("sinks", lambda t: t[0], ["[3, 4]", "[4]"]),
-    "starts elsewhere": ("starts", lambda t: t.to("meta"), ["[3]", "meta", "`query`"]),
+    "lengths elsewhere": ("lengths", lambda t: t.to("meta"), ["[3]", "meta", "`query`"]),
 }
 
 
@@ -439,7 +437,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensor], Tensor], list[str]]] = {
 def test_arguments_that_cannot_be(wrong):
     name, change, said = WRONG[wrong]
     case = Case(ItemLayout.page_head(4, 16, 12), tokens=50, k=9)
-    names = ("query", "buffer", "slots", "selection", "starts", "lengths", "sinks")
+    names = ("query", "buffer", "slots", "selection", "lengths", "sinks")
     tensors = {name: getattr(case, name).to(DEVICE) for name in names}
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError) as error:
@@ -452,6 +450,6 @@ def test_arguments_that_cannot_be(wrong):
 @pytest.mark.skipif(INTERPRETED, reason="kernels run on the CPU")
 def test_tensors_on_the_cpu_are_refused():
     case = Case(ItemLayout.page_head(4, 16, 12), tokens=50, k=9)
-    tensors = (case.query, case.buffer, case.slots, case.selection, case.starts, case.lengths)
+    tensors = (case.query, case.buffer, case.slots, case.selection, case.lengths)
     with pytest.raises(ValueError, match='`query` .*cpu.*CUDA.*backend="reference"'):
         BACKENDS["triton"]().attend(*tensors, case.layout, 0.3)

@@ -44,13 +44,12 @@ class Case:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(**dtype)
 
-        self.layout, self.rows, self.tokens = layout, rows, tokens
+        self.layout, self.rows = layout, rows
         self.parts = tuple(draw(rows, tokens, width) for width in layout.widths)
         self.query = draw(rows, heads, layout.key[1])
         self.sinks = draw(rows, heads)
-        self.starts = torch.randint(0, tokens, (rows,), generator=generator)
-        self.starts[0] = 0
-        self.lengths = torch.full((rows,), tokens)
+        self.lengths = tokens - torch.randint(0, tokens, (rows,), generator=generator)
+        self.lengths[0] = tokens
         items = layout.items(tokens)
         k = min(k, items)
         self.selection = torch.stack([torch.randperm(items, generator=generator)[:k] for _ in range(rows)]).int()
@@ -71,7 +70,7 @@ class Case:
     def attend(self, buffer: Tensor | None = None, slots: Tensor | None = None, **options) -> Tensor:
         buffer = self.buffer if buffer is None else buffer
         slots = self.slots if slots is None else slots
-        tensors = (self.query, buffer, slots, self.selection, self.starts, self.lengths)
+        tensors = (self.query, buffer, slots, self.selection, self.lengths)
         if "sinks" in options:
             options["sinks"] = options["sinks"].to(DEVICE)
         return ReferenceBackend().attend(*(tensor.to(DEVICE) for tensor in tensors), self.layout, 0.3, **options).cpu()
@@ -82,9 +81,9 @@ class Case:
         values = self.parts[0] if latent else self.parts[1]
         outputs = []
         for row in range(self.rows):
-            size, start = self.layout.page_size, int(self.starts[row])
+            size, length = self.layout.page_size, int(self.lengths[row])
             tokens = [i * size + t for i in self.selection[row].tolist() if i >= 0 for t in range(size)]
-            seen = [t for t in tokens if start <= t < self.tokens]
+            seen = [t for t in tokens if t < length]
             some = {name: value[row] if name == "sinks" else value for name, value in options.items()}
             outputs.append(attention(self.query[row], keys[row], values[row], seen, 0.3, **some))
         return torch.stack(outputs)
@@ -109,7 +108,7 @@ def test_against_float64(layout, options):
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 30), st.integers(1, 12), st.integers(0, 1000))
 def test_against_float64_with_random_masks(layout, tokens, k, seed):
-    """Part-filled pages, padding on the left, and selections with holes."""
+    """Part-filled pages, rows of any length, and selections with holes."""
     case = Case(LAYOUTS[layout], tokens, k, heads=2, seed=seed)
     torch.testing.assert_close(case.attend(), case.expected().float())
 
@@ -125,7 +124,7 @@ def test_rows_are_gathered_in_blocks_and_may_share_a_buffer(monkeypatch):
     slots, selection = case.slots[0, column], case.selection[0, column]
     buffer = case.buffer.expand(rows, -1, -1)
     monkeypatch.setattr(ReferenceBackend, "block", 8 * k * layout.elements)
-    tensors = (query, buffer, slots, selection, torch.zeros_like(lengths), lengths)
+    tensors = (query, buffer, slots, selection, lengths)
     output = ReferenceBackend().attend(*(each.to(DEVICE) for each in tensors), layout, 0.3, sinks=sinks.to(DEVICE))
     latents, rotary = (part[0] for part in case.parts)
     for row in range(rows):
@@ -184,7 +183,7 @@ def test_sinks_take_their_share():
     layout = ItemLayout.page_head(1, 2, 2)
     tensor = partial(torch.tensor, device=DEVICE)
     buffer, one = tensor([[[1.0, 0.0, 3.0, 5.0]]]), tensor([[0]], dtype=torch.int32)
-    args = (tensor([[[2.0, 0.0]]]), buffer, one, one, tensor([0]), tensor([1]), layout, 0.5)
+    args = (tensor([[[2.0, 0.0]]]), buffer, one, one, tensor([1]), layout, 0.5)
     attend = ReferenceBackend().attend
     assert attend(*args).tolist() == [[[3.0, 5.0]]]
     assert attend(*args, sinks=tensor([[1.0]])).tolist() == [[[1.5, 2.5]]]
@@ -209,8 +208,7 @@ def attend_to_something(backend: AttentionBackend, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     query, buffer = torch.randn(2, 3, 12, generator=generator), torch.randn(2, 6, 12, generator=generator)
     slots = torch.tensor([[3, 1, 0], [2, 5, -1]], dtype=torch.int32)
-    starts, lengths = torch.zeros(2, dtype=torch.int64), torch.full((2,), 9)
-    tensors = (tensor.to(device) for tensor in (query, buffer, slots, slots, starts, lengths))
+    tensors = (tensor.to(device) for tensor in (query, buffer, slots, slots, torch.full((2,), 9)))
     return backend.attend(*tensors, layout, 0.5)
 
 

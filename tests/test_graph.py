@@ -368,7 +368,7 @@ def test_a_number_that_is_taken_from_the_host_is_noticed(tiny, monkeypatch):
     def retrieve(self: SparseCoordinator, query: Tensor, scale: float) -> Tensor:
         items = self.memory.layout.items(self.capacity)
         lengths = torch.full_like(self.lengths, self.length)
-        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.starts, lengths)
+        return self.algorithm.retrieve_topk(query, self.k, items, scale, lengths)
 
     monkeypatch.setattr(SparseCoordinator, "retrieve", retrieve)
     model, ids = tiny("llama"), random_ids(2, 90)

@@ -56,21 +56,20 @@ def test_under_the_interpreter():
 
 
 def selections(rows: int, k: int, page_size: int, run_tokens: int, seed: int, holes: float = 0.3) -> tuple:
-    """Arguments of `list_tokens`: selections with holes anywhere, padding on the left, part-filled last items."""
+    """Arguments of `list_tokens`: selections with holes anywhere, rows of any length, part-filled last items."""
     generator = torch.Generator().manual_seed(seed)
     items, slots = k + 4, k + 9
     selection = torch.stack([torch.randperm(items, generator=generator)[:k] for _ in range(rows)]).int()
     where = torch.stack([torch.randperm(slots, generator=generator)[:k] for _ in range(rows)]).int()
     hidden = torch.rand(rows, k, generator=generator) < holes
-    starts = torch.randint(0, items * page_size // 2 + 1, (rows,), generator=generator)
     lengths = torch.randint(0, items * page_size + 1, (rows,), generator=generator)
     slot_stride = 2 * page_size
     runs = -(-k * page_size // run_tokens)
     strides = slots * slot_stride, slot_stride
-    return where.masked_fill(hidden, -1), selection.masked_fill(hidden, -1), starts, lengths, page_size, *strides, runs
+    return where.masked_fill(hidden, -1), selection.masked_fill(hidden, -1), lengths, page_size, *strides, runs
 
 
-def listed(slots, selection, starts, lengths, page_size, row_stride, slot_stride, runs, run_tokens) -> list[list[int]]:
+def listed(slots, selection, lengths, page_size, row_stride, slot_stride, runs, run_tokens) -> list[list[int]]:
     """A row's list, written out."""
     rows = []
     for row, (chosen, where) in enumerate(zip(selection.tolist(), slots.tolist(), strict=True)):
@@ -79,7 +78,7 @@ def listed(slots, selection, starts, lengths, page_size, row_stride, slot_stride
                 row * row_stride + slot * slot_stride + within
                 for item, slot in zip(chosen, where, strict=True)
                 for within in range(page_size)
-                if item >= 0 and starts[row] <= item * page_size + within < lengths[row]
+                if item >= 0 and item * page_size + within < lengths[row]
             ]
         )
     return rows
@@ -127,11 +126,11 @@ def test_kernel_lists_several_blocks_of_tokens(k, page_size, run_tokens):
 
 @runs_kernels
 def test_kernel_lists_tokens_of_views():
-    """A selection whose columns are apart, and rows that share their window."""
-    slots, selection, starts, lengths, *rest = (*selections(3, 20, 4, 16, 1), 16)
-    starts, lengths = starts[:1].expand(3), lengths[:1].expand(3) + 40
+    """A selection whose columns are apart, and rows that share their length."""
+    slots, selection, lengths, *rest = (*selections(3, 20, 4, 16, 1), 16)
+    lengths = (lengths[:1] + 40).expand(3)
     spread = torch.stack((selection, slots), dim=-1)
-    arguments = (spread[..., 1], spread[..., 0], starts, lengths, *rest)
+    arguments = (spread[..., 1], spread[..., 0], lengths, *rest)
     check_list(kernel("list_tokens", arguments), arguments)
 
 

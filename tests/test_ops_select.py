@@ -37,7 +37,6 @@ def generator(seed: int) -> torch.Generator:
 def plain_top_k(
     scores: list[float],
     k: int,
-    start: int = 0,
     length: int | None = None,
     page: int = 1,
     sink: int = 0,
@@ -47,10 +46,10 @@ def plain_top_k(
     length = len(scores) * page if length is None else length
     ranked = []
     for item, score in enumerate(scores):
-        if not start // page <= item <= (length - 1) // page:
-            continue
         first, last = item * page, item * page + page - 1
-        if (sink and first < start + sink) or (recent and last >= length - recent):
+        if first >= length:
+            break
+        if first < sink or (recent and last >= length - recent):
             score = INF
         if score > -INF:
             ranked.append((-score, item))
@@ -58,12 +57,12 @@ def plain_top_k(
     return ids + [-1] * (k - len(ids))
 
 
-def check_top_k(scores: Tensor, k: int, starts: list[int] | None = None, lengths: list[int] | None = None, *rest: int):
-    window = () if starts is None or lengths is None else (torch.tensor(starts), torch.tensor(lengths), *rest)
+def check_top_k(scores: Tensor, k: int, lengths: list[int] | None = None, *rest: int):
+    window = () if lengths is None else (torch.tensor(lengths), *rest)
     selection = ops.top_k(scores, k, *window)
     assert selection.dtype == torch.int32 and selection.shape == (len(scores), k)
     for row, chosen in enumerate(selection.tolist()):
-        own = () if starts is None or lengths is None else (starts[row], lengths[row], *rest)
+        own = () if lengths is None else (lengths[row], *rest)
         assert chosen == plain_top_k(scores[row].tolist(), k, *own)
 
 
@@ -82,10 +81,9 @@ def test_top_k_of_a_window_equals_sorting(data):
     page = data.draw(st.integers(1, 5))
     items, rows = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 3))
     scores = torch.tensor(data.draw(st.lists(SCORES, min_size=rows * items, max_size=rows * items)), dtype=F32)
-    starts = data.draw(st.lists(st.integers(0, items * page - 1), min_size=rows, max_size=rows))
-    lengths = [data.draw(st.integers(start + 1, items * page)) for start in starts]
+    lengths = data.draw(st.lists(st.integers(0, items * page), min_size=rows, max_size=rows))
     sink, recent = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
-    check_top_k(scores.view(rows, items), data.draw(st.integers(1, 35)), starts, lengths, page, sink, recent)
+    check_top_k(scores.view(rows, items), data.draw(st.integers(1, 35)), lengths, page, sink, recent)
 
 
 def adversarial(rows: int, items: int) -> dict[str, Tensor]:
@@ -155,13 +153,12 @@ def test_top_k_kernel_at_other_sizes(rows, items):
 @pytest.mark.parametrize("items", [5, 3000, 40000])
 def test_top_k_kernel_of_a_window(items, page_size):
     tokens = items * page_size
-    starts = torch.tensor([0, 1, tokens // 3, tokens - 1, 2])
-    lengths = torch.tensor([tokens, tokens - 1, tokens // 2 + 1, tokens, 3])
+    lengths = torch.tensor([tokens, tokens - 1, tokens // 2 + 1, 3, 0])
     for kind in ("normal", "a few values", "specials", "none"):
         scores = adversarial(5, items)[kind]
         for k, sink, recent in [(1, 1, 1), (80, 4, 64), (400, 0, 0), (64, 0, 5000), (2048, 100, 0)]:
-            expected = ops.top_k(scores, k, starts, lengths, page_size, sink, recent)
-            window = starts.cuda(), lengths.cuda(), page_size, sink, recent
+            expected = ops.top_k(scores, k, lengths, page_size, sink, recent)
+            window = lengths.cuda(), page_size, sink, recent
             assert torch.equal(ops.top_k(scores.cuda(), k, *window).cpu(), expected), (kind, k, sink, recent)
 
 
@@ -216,7 +213,7 @@ LARGE = [Case("quest", 2, 4, 128, 131072, 32, BF16), Case("rabitq", 2, 4, 128, 1
 
 
 class History:
-    """Keys, queries and windows of a case, and what the scores must be."""
+    """Keys, queries and lengths of a case, and what the scores must be."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -227,16 +224,15 @@ class History:
         self.query = query.to(case.dtype)
         self.scale = case.width**-0.5
         self.items = -(-case.tokens // case.page_size)
-        # The first row is whole; the others are padded, and the last is short of the others.
-        self.starts = torch.arange(case.rows) * (case.tokens // (2 * case.rows) + 1)
-        self.lengths = torch.full((case.rows,), case.tokens) - (torch.arange(case.rows) == case.rows - 1).long()
+        # The first row is whole, and every other shorter than the one before.
+        self.lengths = case.tokens - torch.arange(case.rows) * (case.tokens // (2 * case.rows) + 1)
         self.algorithm: KeyScoring = ALGORITHMS[case.method](case.page_size)
-        lengths = torch.full_like(self.starts, case.tokens)
-        self.algorithm.construct_representations(self.keys, 0, self.starts, lengths, torch.zeros_like(lengths))
+        whole = torch.full_like(self.lengths, case.tokens)
+        self.algorithm.construct_representations(self.keys, 0, whole, torch.zeros_like(whole))
 
     def on(self, device: str) -> History:
         """Moves everything, representations as they are."""
-        for name in ("query", "starts", "lengths"):
+        for name in ("query", "lengths"):
             setattr(self, name, getattr(self, name).to(device))
         held = [self.algorithm.representations]
         if isinstance(self.algorithm, RaBitQ):
@@ -247,10 +243,10 @@ class History:
         return self
 
     def score(self) -> Tensor:
-        return self.algorithm.score(self.query, self.items, self.scale, self.starts, self.lengths).cpu()
+        return self.algorithm.score(self.query, self.items, self.scale, self.lengths).cpu()
 
     def select(self, k: int) -> Tensor:
-        return self.algorithm.retrieve_topk(self.query, k, self.items, self.scale, self.starts, self.lengths).cpu()
+        return self.algorithm.retrieve_topk(self.query, k, self.items, self.scale, self.lengths).cpu()
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, float]:
@@ -264,7 +260,6 @@ class History:
                 [np.maximum(q[:, None] * low, q[:, None] * high).sum(-1) for q in query.swapaxes(0, 1)], 1
             )
             first = np.arange(self.items) * case.page_size
-            last = first + case.page_size - 1
             largest = np.abs(query).sum(-1).max() * max(np.abs(low).max(), np.abs(high).max())
         else:
             bits = algorithm.representations["bits"][:, : case.tokens].numpy()
@@ -273,11 +268,10 @@ class History:
             centres = algorithm.centres["centre"].double().numpy().repeat(algorithm.block, 1)[:, : case.tokens]
             rotated = query @ rotation(case.width, torch.device("cpu")).double().numpy()
             logits = rotated @ codes.swapaxes(1, 2) + query @ centres.swapaxes(1, 2)
-            first = last = np.arange(case.tokens)
+            first = np.arange(case.tokens)
             largest = np.abs(rotated).sum(-1).max() * np.abs(codes).max()
             largest += np.abs(query).sum(-1).max() * np.abs(centres).max()
-        starts, lengths = self.starts.numpy()[:, None], self.lengths.numpy()[:, None]
-        logits = np.where(((last >= starts) & (first < lengths))[:, None], logits, -np.inf)
+        logits = np.where(first < self.lengths.numpy()[:, None, None], logits, -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         mass = (weights / weights.sum(-1, keepdims=True)).sum(1)
         mass = np.pad(
@@ -324,7 +318,7 @@ def test_scored_and_selected_at_once_is_the_best_of_the_scores(case, device):
     history = History(case).on(device)
     for k in (1, history.items // 3, history.items):
         if k >= history.algorithm.kept_items:
-            window = history.starts, history.lengths, history.algorithm.page_size, 4, 64
+            window = history.lengths, history.algorithm.page_size, 4, 64
             expected = ops.top_k(history.score().to(history.query.device), k, *window)
             assert torch.equal(history.select(k), expected.cpu())
 
@@ -333,11 +327,11 @@ def test_scored_and_selected_at_once_is_the_best_of_the_scores(case, device):
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_scores_that_no_block_can_hold(method, monkeypatch):
     history = History(Case(method, 2, 2, 16, 40000, 1, F32)).on("cuda")
-    whole = history.algorithm.score(history.query, history.items, history.scale, history.starts, history.lengths)
-    scoring = history.query, history.items, history.scale, history.starts, history.lengths
+    whole = history.algorithm.score(history.query, history.items, history.scale, history.lengths)
+    scoring = history.query, history.items, history.scale, history.lengths
     monkeypatch.setattr(cuda, "top_k_blocks", lambda *_: 1)
     for k in (90, 3000):
-        expected = ops.top_k(whole, k, history.starts, history.lengths, 1, 4, 64)
+        expected = ops.top_k(whole, k, history.lengths, 1, 4, 64)
         assert torch.equal(history.algorithm.select(*scoring, k, 4, 64), expected)
 
 
@@ -359,9 +353,7 @@ def test_a_query_that_is_no_number_has_no_vote(method, bad, device):
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_a_row_with_nothing_to_attend_to_scores_nothing(method, device):
     history = History(Case(method, 2, 3, 64, 700, 4, F32))
-    history.starts[1] = history.lengths[1]
-    history.starts[1] += -history.starts[1] % 4  # From a new page on.
-    history.lengths[1] = history.starts[1]
+    history.lengths[1] = 0
     assert not history.on(device).score()[1].any()
 
 
@@ -370,13 +362,13 @@ def test_a_row_with_nothing_to_attend_to_scores_nothing(method, device):
 def test_selection_is_the_same_from_run_to_run_and_replayed(case):
     history = History(case).on("cuda")
     k = history.algorithm.kept_items + 20
-    first = history.algorithm.score(history.query, history.items, history.scale, history.starts, history.lengths)
-    arguments = k, history.items, history.scale, history.starts, history.lengths
+    first = history.algorithm.score(history.query, history.items, history.scale, history.lengths)
+    arguments = k, history.items, history.scale, history.lengths
     selection = history.algorithm.retrieve_topk(history.query, *arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        score = history.algorithm.score(history.query, history.items, history.scale, history.starts, history.lengths)
+        score = history.algorithm.score(history.query, history.items, history.scale, history.lengths)
         replayed = history.algorithm.retrieve_topk(history.query, *arguments)
     for _ in range(5):
         graph.replay()
@@ -395,9 +387,7 @@ def test_selection_does_not_wait_for_the_device():
         torch.cuda.set_sync_debug_mode(mode)
         try:
             for history in histories:
-                history.algorithm.retrieve_topk(
-                    history.query, 90, history.items, history.scale, history.starts, history.lengths
-                )
+                history.algorithm.retrieve_topk(history.query, 90, history.items, history.scale, history.lengths)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -458,22 +448,22 @@ def test_encoded_keys_are_those_of_float64(rows, width, block, dtype, device):
 def test_opcheck(device):
     for case in (Case("quest", 2, 3, 16, 50, 4, F32), Case("rabitq", 2, 3, 16, 50, 4, F32)):
         history = History(case).on(device)
-        window = history.starts, history.lengths
-        scores = history.algorithm.score(history.query, history.items, history.scale, *window)
+        lengths = history.lengths
+        scores = history.algorithm.score(history.query, history.items, history.scale, lengths)
         opcheck(ops.top_k, (scores, 5))
-        opcheck(ops.top_k, (scores, 5, *window, 4, 1, 2))
+        opcheck(ops.top_k, (scores, 5, lengths, 4, 1, 2))
         held = history.algorithm.representations
         if isinstance(history.algorithm, RaBitQ):
             centres = history.algorithm.centres["centre"]
             arguments = (history.query, held["bits"], held["scale"], centres, 256, history.items, 4)
-            opcheck(ops.score_rabitq, (*arguments, history.scale, *window))
-            opcheck(ops.select_rabitq, (*arguments, history.scale, *window, 5, 1, 2))
+            opcheck(ops.score_rabitq, (*arguments, history.scale, lengths))
+            opcheck(ops.select_rabitq, (*arguments, history.scale, lengths, 5, 1, 2))
             key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling[:2])
             opcheck(ops.encode_rabitq, (key, history.lengths - 1, *state, 256))
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)
-            opcheck(ops.score_quest, (*arguments, history.scale, *window))
-            opcheck(ops.select_quest, (*arguments, history.scale, *window, 5, 1, 2))
+            opcheck(ops.score_quest, (*arguments, history.scale, lengths))
+            opcheck(ops.select_quest, (*arguments, history.scale, lengths, 5, 1, 2))
 
 
 @gpu
@@ -482,15 +472,13 @@ def test_opcheck(device):
     [
         ({"scores": torch.zeros(2, 8, dtype=BF16)}, r"`scores`.*float32.*bfloat16"),
         ({"scores": torch.zeros(8, 2).T}, r"`scores`.*strides"),
-        ({"starts": None}, r"`starts` and `lengths`"),
-        ({"starts": torch.zeros(3, dtype=torch.int64)}, r"`starts`.*\[2\].*\[3\]"),
+        ({"lengths": torch.zeros(3, dtype=torch.int64)}, r"`lengths`.*\[2\].*\[3\]"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"`lengths`.*int64.*int32"),
         ({"page_size": 0}, r"`page_size`"),
     ],
 )
 def test_top_k_preconditions(change, message):
-    window = {"starts": torch.zeros(2, dtype=torch.int64), "lengths": torch.full((2,), 8)}
-    arguments = {"scores": torch.zeros(2, 8), "k": 3, **window, "page_size": 1} | change
+    arguments = {"scores": torch.zeros(2, 8), "k": 3, "lengths": torch.full((2,), 8), "page_size": 1} | change
     arguments = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     with pytest.raises(ValueError, match=message):
         cuda.top_k(**arguments)
@@ -544,8 +532,8 @@ def test_what_the_kernels_do_not_take_is_named_and_runs_as_pytorch(case, reason,
     monkeypatch.setattr(ops, f"score_{case.method}", getattr(cuda, f"score_{case.method}"))
     monkeypatch.setattr(ops, f"select_{case.method}", getattr(cuda, f"select_{case.method}"))
     score = history.score()
-    window = history.starts, history.lengths, history.algorithm.page_size, 4, 64
-    scoring = history.query, history.items, history.scale, history.starts, history.lengths
+    window = history.lengths, history.algorithm.page_size, 4, 64
+    scoring = history.query, history.items, history.scale, history.lengths
     selection = history.algorithm.select(*scoring, 2, 4, 64)
     monkeypatch.undo()
     assert all(name is not None and reason in name for name in named) and len(named) == 2

@@ -52,21 +52,19 @@ class Case(NamedTuple):
     keys: Tensor
     tokens: int
     scale: float
-    starts: Tensor
     positions: Tensor
 
     @classmethod
     def random(
-        cls, batch=1, queries=1, heads=4, width=16, tokens=40, spare=0, dtype=torch.float32, seed=0, **window: list[int]
+        cls, batch=1, queries=1, heads=4, width=16, tokens=40, spare=0, dtype=torch.float32, seed=0, positions=None
     ) -> Case:
-        """Random arguments. Rows but the first are padded, the last one by more than its first query."""
+        """Random arguments. Every row but the first ends before the tokens do."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        positions = window.get("positions", [tokens - queries - row for row in range(batch)])
-        starts = window.get("starts", [row * (tokens - queries + 1) // max(1, batch - 1) for row in range(batch)])
+        positions = positions or [tokens - queries - row for row in range(batch)]
         query, keys = draw(batch, queries, heads, width), draw(batch, tokens + spare, width)
         return cls(
             query.to(dtype),
@@ -74,7 +72,6 @@ class Case(NamedTuple):
             keys.to(dtype),
             tokens,
             width**-0.5,
-            torch.tensor(starts),
             torch.tensor(positions),
         )
 
@@ -87,8 +84,7 @@ class Case(NamedTuple):
         scores, sizes = (weights * products.relu()).sum(2), (weights.abs() * sizes).sum(2)
         token = torch.arange(self.tokens)
         last = (self.positions.unsqueeze(1) + torch.arange(self.query.shape[1])).unsqueeze(-1)
-        hidden = (token < self.starts.view(-1, 1, 1)) | (token > last)
-        return scores.masked_fill(hidden, -torch.inf), sizes
+        return scores.masked_fill(token > last, -torch.inf), sizes
 
     def check(self, scores: Tensor) -> None:
         expected, sizes = self.expected()
@@ -109,11 +105,10 @@ class Case(NamedTuple):
 def test_scores_equal_the_plain_expression(data):
     batch, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 50))
     queries = data.draw(st.integers(1, 9))
-    positions = [data.draw(st.integers(0, tokens)) for _ in range(batch)]
-    starts = [data.draw(st.integers(0, tokens)) for _ in range(batch)]
+    positions = [data.draw(st.integers(-1, tokens)) for _ in range(batch)]
     heads, width, seed = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 20)), data.draw(st.integers(0, 1000))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    case = Case.random(batch, queries, heads, width, tokens, 3, dtype, seed, starts=starts, positions=positions)
+    case = Case.random(batch, queries, heads, width, tokens, 3, dtype, seed, positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "PRODUCTS", data.draw(st.sampled_from([1, 60, 1 << 24])))
         case.check(ops.score_indexer(*case))
@@ -146,7 +141,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a decode step": {"heads": 64, "width": 128, "tokens": 700, "spare": 68},
     "a batch of decode steps": {"batch": 3, "heads": 32, "width": 128, "tokens": 300},
     "a prompt": {"queries": 200, "heads": 8, "width": 64, "tokens": 200},
-    "padded prompts": {"batch": 3, "queries": 70, "heads": 4, "width": 32, "tokens": 70},
+    "prompts of a batch": {"batch": 3, "queries": 70, "heads": 4, "width": 32, "tokens": 70},
     "a chunk": {"batch": 2, "queries": 33, "heads": 16, "width": 128, "tokens": 290, "spare": 1},
     "one token": {"tokens": 1, "width": 8, "heads": 1},
     "odd sizes": {"batch": 2, "queries": 5, "heads": 5, "width": 20, "tokens": 131},
@@ -166,13 +161,11 @@ def test_kernel_against_float64(shape, dtype):
 @runs_kernels
 @settings(max_examples=25)
 @given(st.data())
-def test_kernel_of_random_windows(data):
-    """Rows that end before the tokens do, queries that see nothing, and padding as long as several tiles."""
+def test_kernel_of_random_positions(data):
+    """Rows that end before the tokens do, and queries that see nothing or everything."""
     queries, tokens = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 300))
-    window = {
-        name: [data.draw(st.integers(0, tokens)), data.draw(st.integers(0, tokens))] for name in ("starts", "positions")
-    }
-    case = Case.random(2, queries, 2, 8, tokens, seed=queries, **window)
+    positions = [data.draw(st.integers(-1, tokens)), data.draw(st.integers(-1, tokens))]
+    case = Case.random(2, queries, 2, 8, tokens, seed=queries, positions=positions)
     case.check(kernel(*case))
 
 
@@ -185,11 +178,10 @@ def test_a_query_scores_the_same_bits_whatever_else_is_asked(dtype):
     for low, high in ((0, 1), (7, 40), (39, 40)):
         query, weights = case.query[:, low:high], case.weights[:, low:high]
         for tokens in (150, 173):
-            some = kernel(query, weights, case.keys, tokens, case.scale, case.starts, case.positions + low)
+            some = kernel(query, weights, case.keys, tokens, case.scale, case.positions + low)
             assert torch.equal(some[..., :150], scores[:, low:high])
             alone = (each[1:] for each in (query, weights, case.keys))
-            window = case.starts[1:], case.positions[1:] + low
-            assert torch.equal(kernel(*alone, tokens, case.scale, *window), some[1:])
+            assert torch.equal(kernel(*alone, tokens, case.scale, case.positions[1:] + low), some[1:])
 
 
 @runs_kernels
@@ -223,7 +215,7 @@ def test_kernel_takes_views():
         ({"keys": torch.zeros(2, 60, 16, dtype=torch.float16)}, r"`keys`.*float32.*float16"),
         ({"weights": torch.zeros(2, 3, 5)}, r"`weights`.*\[2, 3, 4\].*\[2, 3, 5\]"),
         ({"weights": torch.zeros(2, 3, 4, dtype=torch.float16)}, r"`weights`.*float32.*float16"),
-        ({"starts": torch.zeros(2, dtype=torch.int32)}, r"`starts`.*int64.*int32"),
+        ({"positions": torch.zeros(2, dtype=torch.int32)}, r"`positions`.*int64.*int32"),
         ({"positions": torch.zeros(3, dtype=torch.int64)}, r"`positions`.*\[2\].*\[3\]"),
         ({"query": torch.zeros(2, 3, 4, 16, dtype=torch.float64)}, r"`query`.*float64"),
         ({"tokens": 61}, r"`tokens` is 61.*\[2, 60, 16\]"),
@@ -261,18 +253,17 @@ def test_kernel_equals_the_op_at_full_size(queries, tokens):
 @needs_triton
 def test_offsets_beyond_32_bits():
     """Scores of more than 2^31 elements, and keys whose rows begin beyond as many."""
-    tokens, queries = 1 << 21, 1100
-    case = Case.random(1, queries, 1, 16, 64, positions=[tokens - queries], starts=[tokens - 64], dtype=torch.float16)
-    keys = torch.zeros(1, tokens, 16, dtype=torch.float16, device="cuda")
-    keys[:, -64:] = case.keys.cuda()
-    arguments = case.query, case.weights, keys, tokens, case.scale, case.starts, case.positions
-    scores = ops.score_indexer(*(each.cuda() if isinstance(each, Tensor) else each for each in arguments))
-    assert scores.numel() > 1 << 31
-    window = torch.zeros(1, dtype=torch.int64), torch.tensor([64 - queries])
-    small = ops.score_indexer(
-        case.query.cuda(), case.weights.cuda(), keys[:, -64:], 64, case.scale, *(each.cuda() for each in window)
+    tokens, tail, queries = 1 << 21, 2048, 1100
+    case = Case.random(1, queries, 1, 16, tail, dtype=torch.float16)
+    keys = torch.zeros(1, tokens, 16, dtype=torch.float16)
+    keys[:, -tail:] = case.keys
+    large = case._replace(keys=keys, tokens=tokens, positions=case.positions + tokens - tail)
+    scores, small = (
+        ops.score_indexer(*(each.cuda() if isinstance(each, Tensor) else each for each in one)) for one in (large, case)
     )
-    assert torch.equal(scores[..., -64:], small) and bool((scores[..., :-64].amax() == -torch.inf).all())
+    assert scores.numel() > 1 << 31
+    # Keys of zeros score zero, and every query sees them.
+    assert torch.equal(scores[..., -tail:], small) and not scores[..., :-tail].any()
 
 
 @pytest.mark.gpu

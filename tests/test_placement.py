@@ -473,7 +473,7 @@ def test_a_model_on_two_gpus_equals_it_on_one(kind, dtype, monkeypatch):
     for index, layer in enumerate(caches[1].layers):
         coordinator, memory = layer.coordinator, layer.coordinator.memory
         device = torch.device("cuda", 0 if index < count // 2 else 1)
-        held = coordinator.starts, coordinator.lengths, memory.buffer.buffer, memory.store.table
+        held = coordinator.lengths, memory.buffer.buffer, memory.store.table
         assert {memory.device, *(tensor.device for tensor in held)} == {device}
     # Bit for bit what is resident, on the same two.
     resident = decode(two, ids, new(two, kind, offload=False), 150, mask)

@@ -268,7 +268,7 @@ class Layer:
         if coordinator.memory is None:
             return state | {name: keys.masked_fill(hidden.unsqueeze(2), 0) for name, keys in representation.items()}
         lengths = coordinator.lengths
-        state |= {"starts": coordinator.starts, "lengths": lengths}
+        state |= {"lengths": lengths}
         sizes = {"centre": BLOCK, "sum": 0, "count": 0}
         for name, value in representation.items():
             if name == "begun":

@@ -87,16 +87,14 @@ class SparseAlgorithm(ABC):
         return 1
 
     @abstractmethod
-    def construct_representations(
-        self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor, held: Tensor
-    ) -> None:
+    def construct_representations(self, keys: Tensor, start: int, lengths: Tensor, held: Tensor) -> None:
         """(Re)builds the representation of tokens from `start` on, after a prefill or when newer ones were forgotten.
 
         Args:
             keys: `[rows, n, width]`, the keys of tokens `start` to `start + n`, the newest of the longest row.
             start: Index of the first of them, a multiple of `alignment`: 0, or that of a token that every row has and
                 that is represented already.
-            starts, lengths: `[rows]` int64: a row has tokens `starts` to `lengths`.
+            lengths: `[rows]` int64, tokens that each row has.
             held: `[rows]` int64: of these, those before it are represented already: all, if a row only became shorter.
         """
 
@@ -194,32 +192,29 @@ class KeyScoring(SparseAlgorithm):
         raise NotImplementedError
 
     @abstractmethod
-    def score(self, query: Tensor, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def score(self, query: Tensor, items: int, scale: float, lengths: Tensor) -> Tensor:
         """Scores `[rows, items]` float32, the larger the more worth attending to.
 
         Args:
             query: `[rows, group, width]`, the query heads that share a row's KV head.
             items: How many items the history has.
             scale: The softmax scale of the attention.
-            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+            lengths: `[rows]` int64: the first `lengths` tokens of a row can be attended to.
         """
 
     @staticmethod
-    def cut(keys: Tensor, start: int, starts: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def cut(keys: Tensor, start: int, lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which are valid."""
         rows, tokens, width = keys.shape
         n = -(-tokens // size)
-        position = start + torch.arange(n * size, device=keys.device)
-        valid = (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+        valid = start + torch.arange(n * size, device=keys.device) < lengths.unsqueeze(1)
         padded = keys.new_zeros(rows, n * size, width)
         padded[:, :tokens] = keys
         return padded.view(rows, n, size, width), valid.view(rows, n, size)
 
-    def construct_representations(
-        self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor, held: Tensor
-    ) -> None:
+    def construct_representations(self, keys: Tensor, start: int, lengths: Tensor, held: Tensor) -> None:
         size = self.granularity
-        self.representations.write(self.represent(*self.cut(keys, start, starts, lengths, size)), start // size)
+        self.representations.write(self.represent(*self.cut(keys, start, lengths, size)), start // size)
 
     def entries(self, tokens: int) -> int:
         return -(-tokens // self.granularity)
@@ -241,7 +236,7 @@ class KeyScoring(SparseAlgorithm):
         for name, value in new.items():
             self.representations[name][rows, entry] = value.squeeze(1)
 
-    def retrieve_topk(self, query: Tensor, k: int, items: int, scale: float, starts: Tensor, lengths: Tensor) -> Tensor:
+    def retrieve_topk(self, query: Tensor, k: int, items: int, scale: float, lengths: Tensor) -> Tensor:
         """Selects `k` items a row: the sink, the newest, then the best scored.
 
         Args:
@@ -249,28 +244,27 @@ class KeyScoring(SparseAlgorithm):
             k: Items to select.
             items: How many items there are, at least those of the longest history. More of them change no selection.
             scale: The softmax scale of the attention.
-            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+            lengths: `[rows]` int64: the first `lengths` tokens of a row can be attended to.
 
         Returns:
             `[rows, min(k, items)]` int32 item ids, unique and ascending, padded with -1 at the end.
         """
         sink, recent = max(self.sink_tokens, 1), max(self.recent_tokens, 1)
-        return self.select(query, items, scale, starts, lengths, min(k, items), sink, recent)
+        return self.select(query, items, scale, lengths, min(k, items), sink, recent)
 
     def select(
         self,
         query: Tensor,
         items: int,
         scale: float,
-        starts: Tensor,
         lengths: Tensor,
         k: int,
         sink_tokens: int,
         recent_tokens: int,
     ) -> Tensor:
         """`ops.top_k` of `score`. A method whose kernels do both at once overrides it beside `score`."""
-        scores = self.score(query, items, scale, starts, lengths)
-        return ops.top_k(scores, k, starts, lengths, self.page_size, sink_tokens, recent_tokens)
+        scores = self.score(query, items, scale, lengths)
+        return ops.top_k(scores, k, lengths, self.page_size, sink_tokens, recent_tokens)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

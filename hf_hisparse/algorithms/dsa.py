@@ -25,9 +25,7 @@ class LightningIndexer(SparseAlgorithm):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def construct_representations(
-        self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor, held: Tensor
-    ) -> None:
+    def construct_representations(self, keys: Tensor, start: int, lengths: Tensor, held: Tensor) -> None:
         """Nothing: the representation is the model's indexer keys, which `extend` is given."""
 
     def update_representations(self, key: Tensor, position: Tensor) -> None:
@@ -47,7 +45,7 @@ class LightningIndexer(SparseAlgorithm):
         self.representations["keys"][rows, position] = keys
 
     def retrieve_topk(
-        self, query: Tensor, weights: Tensor, scale: float, starts: Tensor, positions: Tensor, tokens: int, k: int
+        self, query: Tensor, weights: Tensor, scale: float, positions: Tensor, tokens: int, k: int
     ) -> Tensor:
         """Selects `k` tokens for every query. A row's queries are consecutive tokens, and see what is before them.
 
@@ -55,7 +53,6 @@ class LightningIndexer(SparseAlgorithm):
             query: `[batch, queries, heads, width]`, of the dtype of the keys or widened from it.
             weights: `[batch, queries, heads]` float32, the weight of each head's score.
             scale: Multiplies `q . k`.
-            starts: `[batch]` int64, the first token of each row that is not padding.
             positions: `[batch]` int64, which token a row's first query is, and the last that it sees.
             tokens: At least `positions + queries` of the longest row. More of them change no selection.
             k: How many.
@@ -73,6 +70,6 @@ class LightningIndexer(SparseAlgorithm):
             seen = tokens - max(0, queries - low - block)
             first = positions + low if low else positions
             asked = query[:, some].to(keys.dtype)
-            scores = ops.score_indexer(asked, weights[:, some], keys, seen, scale, starts, first)
+            scores = ops.score_indexer(asked, weights[:, some], keys, seen, scale, first)
             selection[:, some] = ops.top_k(scores.flatten(0, 1), selection.shape[-1]).unflatten(0, scores.shape[:2])
         return selection

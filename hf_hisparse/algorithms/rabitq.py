@@ -54,11 +54,9 @@ class RaBitQ(KeyScoring):
     def alignment(self) -> int:
         return self.block
 
-    def construct_representations(
-        self, keys: Tensor, start: int, starts: Tensor, lengths: Tensor, held: Tensor
-    ) -> None:
+    def construct_representations(self, keys: Tensor, start: int, lengths: Tensor, held: Tensor) -> None:
         first = start // self.block
-        blocks, valid = self.cut(keys, start, starts, lengths, self.block)
+        blocks, valid = self.cut(keys, start, lengths, self.block)
         sums, counts = self._sums(blocks, valid), valid.sum(2).unsqueeze(-1)
         # Rows may differ in which block is their newest.
         row, newest = torch.arange(len(keys), device=keys.device), (lengths - 1).clamp(min=0) // self.block - first
@@ -66,13 +64,11 @@ class RaBitQ(KeyScoring):
         # What is held stays, but in a first block that others are added to, or of which some that it was centred by are
         # forgotten.
         last = (held - 1) // self.block
-        stays = (starts < last * self.block) | ((begun <= lengths) & (lengths <= held))
+        stays = (last > 0) | ((begun <= lengths) & (lengths <= held))
         self._fill(sums[row, newest], counts[row, newest], torch.where(stays, begun, lengths))
 
         means = mean_of_grains(sums, counts)
-        before = torch.cat((means[:, :1], means[:, :-1]), dim=1)
-        follows = torch.cat((torch.zeros_like(counts[:, :1]), counts[:, :-1]), dim=1) > 0
-        centres = {"centre": torch.where(follows, before, means).to(keys.dtype)}
+        centres = {"centre": torch.cat((means[:, :1], means[:, :-1]), dim=1).to(keys.dtype)}
         block = first + torch.arange(blocks.shape[1], device=keys.device)
         self.centres.merge(centres, first, stays.unsqueeze(1) & (block <= last.unsqueeze(1)))
         centre = self.centres["centre"][:, first : first + blocks.shape[1]].float().unsqueeze(2)

@@ -27,7 +27,6 @@ class AttentionBackend(ABC):
         buffer: Tensor,
         slots: Tensor,
         selection: Tensor,
-        starts: Tensor,
         lengths: Tensor,
         layout: ItemLayout,
         scale: float,
@@ -41,7 +40,7 @@ class AttentionBackend(ABC):
             buffer: `[rows, slots, elements]`. Rows may share one, with a stride of 0: the queries of a prompt do.
             slots: `[rows, k]` int32, where each selected item lies; -1 for none.
             selection: `[rows, k]` int32, which item that is; -1 for none.
-            starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+            lengths: `[rows]` int64: the first `lengths` tokens of a row can be attended to.
             layout: How an item is laid out.
             scale: Multiplies `q . k`.
             softcap: Caps logits at `softcap * tanh(logit / softcap)`, if given.

@@ -127,7 +127,6 @@ class LibraryBackend(AttentionBackend):
         buffer: Tensor,
         slots: Tensor,
         selection: Tensor,
-        starts: Tensor,
         lengths: Tensor,
         layout: ItemLayout,
         scale: float,
@@ -156,7 +155,6 @@ class LibraryBackend(AttentionBackend):
         tokens, counts = ops.list_tokens(
             slots,
             selection,
-            starts,
             lengths,
             layout.page_size,
             row_items * slot_stride,

@@ -21,7 +21,6 @@ class ReferenceBackend(AttentionBackend):
         buffer: Tensor,
         slots: Tensor,
         selection: Tensor,
-        starts: Tensor,
         lengths: Tensor,
         layout: ItemLayout,
         scale: float,
@@ -37,7 +36,6 @@ class ReferenceBackend(AttentionBackend):
                 buffer[some],
                 slots[some],
                 selection[some],
-                starts[some],
                 lengths[some],
                 layout,
                 scale,
@@ -52,7 +50,6 @@ class ReferenceBackend(AttentionBackend):
         buffer: Tensor,
         slots: Tensor,
         selection: Tensor,
-        starts: Tensor,
         lengths: Tensor,
         layout: ItemLayout,
         scale: float,
@@ -66,10 +63,7 @@ class ReferenceBackend(AttentionBackend):
 
         within = torch.arange(layout.page_size, device=query.device)
         position = selection.long().unsqueeze(-1) * layout.page_size + within
-        valid = (
-            (position >= starts.view(-1, 1, 1)) & (position < lengths.view(-1, 1, 1)) & (selection >= 0).unsqueeze(-1)
-        )
-        valid = valid.flatten(1)
+        valid = ((position < lengths.view(-1, 1, 1)) & (selection >= 0).unsqueeze(-1)).flatten(1)
 
         logits = query.float() @ keys.transpose(1, 2) * scale
         if softcap is not None:

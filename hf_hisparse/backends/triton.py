@@ -154,7 +154,7 @@ def _tokens_and_stages(
 #
 # In:   query [rows, heads, KEY_WIDTH] and, if SINKS, sinks [rows, heads], of any strides but 1 in the last dimension;
 #       buffer [rows, slots, ELEMENTS], whose rows begin every `row_items` items, 0 if they share one; slots and
-#       selection [rows, k], starts and lengths [rows], contiguous.
+#       selection [rows, k], lengths [rows], contiguous.
 # Out:  where a row is one run (WHOLE), output [rows, heads, VALUE_WIDTH] in its own dtype.
 #       Otherwise output [rows, splits, heads, VALUE_WIDTH], top and total [rows, splits, heads], float32: with logits x
 #       in units of log 2, top = max x, total = sum 2^(x - top), output = sum 2^(x - top) v. A run without a token has
@@ -162,8 +162,8 @@ def _tokens_and_stages(
 # Grid: blocks of heads, fastest, so that the programs that read the same tokens run together; then runs; then rows.
 #
 # A token is a column of the selection and a place within its item, in that order. What a token reads is masked, keys
-# and values both: a slot that is -1, an item that is -1, and bytes outside `starts` to `lengths` are never loaded, so
-# that stale bytes (0 * inf) cannot reach the sums, and where an item lies enters nothing but the address of a load.
+# and values both: a slot that is -1, an item that is -1, and bytes from token `lengths` on are never loaded, so that
+# stale bytes (0 * inf) cannot reach the sums, and where an item lies enters nothing but the address of a load.
 # Offsets are 64 bits wherever a row or a slot meets a stride.
 #
 # The row stride of the buffer is not specialised on, and everything else that a program is compiled for is the same
@@ -197,7 +197,6 @@ def _attend(  # type: ignore[no-untyped-def]
     buffer,
     slots,
     selection,
-    starts,
     lengths,
     sinks,
     output,
@@ -252,7 +251,6 @@ def _attend(  # type: ignore[no-untyped-def]
         is_rest = in_rest < KEY_WIDTH - SPLIT
         q_rest = tl.load(queries + SPLIT + in_rest[None, :], mask=is_head[:, None] & is_rest[None, :], other=0.0)
 
-    start = tl.load(starts + row).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int64)
     items = buffer + row * row_items * ELEMENTS
     row_slots = slots + row * k
@@ -268,7 +266,7 @@ def _attend(  # type: ignore[no-untyped-def]
         item = tl.load(row_selection + column, mask=column < k, other=-1).to(tl.int64)
         slot = tl.load(row_slots + column, mask=column < k, other=-1).to(tl.int64)
         position = item * PAGE_SIZE + within
-        valid = (item >= 0) & (slot >= 0) & (position >= start) & (position < length)
+        valid = (item >= 0) & (slot >= 0) & (position < length)
 
         address = items + slot * ELEMENTS
         keys = address + KEY_OFFSET + within * KEY_WIDTH
@@ -370,7 +368,6 @@ def _check(
     buffer: Tensor,
     slots: Tensor,
     selection: Tensor,
-    starts: Tensor,
     lengths: Tensor,
     layout: ItemLayout,
     sinks: Tensor | None,
@@ -386,7 +383,6 @@ def _check(
         "buffer": (buffer, (rows, slot_count, elements), f"[{rows}, slots, {elements}]", (query.dtype,)),
         "selection": (selection, (rows, k), f"[{rows}, k]", INTEGERS),
         "slots": (slots, (rows, k), f"[{rows}, {k}]", INTEGERS),
-        "starts": (starts, (rows,), f"[{rows}]", INTEGERS),
         "lengths": (lengths, (rows,), f"[{rows}]", INTEGERS),
     }
     if sinks is not None:
@@ -449,14 +445,13 @@ class TritonBackend(AttentionBackend):
         buffer: Tensor,
         slots: Tensor,
         selection: Tensor,
-        starts: Tensor,
         lengths: Tensor,
         layout: ItemLayout,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        _check(query, buffer, slots, selection, starts, lengths, layout, sinks)
+        _check(query, buffer, slots, selection, lengths, layout, sinks)
         rows, heads, _ = query.shape
         k, value_width = selection.shape[1], layout.value[1]
         if query.numel() == 0 or k == 0:
@@ -465,8 +460,7 @@ class TritonBackend(AttentionBackend):
             query = query.contiguous()
         if sinks is not None and sinks.stride(1) != 1:
             sinks = sinks.contiguous()
-        slots, selection = slots.contiguous(), selection.contiguous()
-        starts, lengths = starts.contiguous(), lengths.contiguous()
+        slots, selection, lengths = slots.contiguous(), selection.contiguous(), lengths.contiguous()
 
         device = INTERPRETER if INTERPRETED else _device(query.device.index)
         widths = Widths.of(layout)
@@ -483,7 +477,6 @@ class TritonBackend(AttentionBackend):
                 buffer,
                 slots,
                 selection,
-                starts,
                 lengths,
                 sinks,
                 partial,

@@ -46,19 +46,19 @@ def select(
         `[batch, new, k]` int32.
     """
     algorithm, new = coordinator.algorithm, keys.shape[1]
-    starts, first, tokens, padding = coordinator.window(new, mask)
+    first, tokens, padding = coordinator.window(new, mask)
     if padding is not None:
         newest = query[:, -1:], weights[:, -1:]
         # A sequence's queries are then consecutive tokens. Those of padding come after them, and see whatever there is.
         order = padding.columns(new)
         keys, query, weights = (take(part, order, 1) for part in (keys, query, weights))
     algorithm.extend(keys, first.unsqueeze(1) + torch.arange(new, device=keys.device), tokens)
-    selection = algorithm.retrieve_topk(query, weights, scale, starts, first, tokens, k)
+    selection = algorithm.retrieve_topk(query, weights, scale, first, tokens, k)
     if padding is not None:
         selection = take(selection, order.argsort(1), 1)
         # The newest sees its sequence, also where it is padding: `generate` goes on from what it attends to.
         last = first + padding.lengths(new) - 1
-        selection[:, -1:] = algorithm.retrieve_topk(*newest, scale, starts, last, tokens, k)
+        selection[:, -1:] = algorithm.retrieve_topk(*newest, scale, last, tokens, k)
     return selection
 
 
@@ -254,7 +254,7 @@ class LatentPatch(AttentionPatch):
         columns = padding.columns(tokens) if padding else torch.arange(tokens, device=indices.device).expand(batch, -1)
         places = (columns + torch.arange(batch, device=indices.device).unsqueeze(1) * tokens).to(torch.int32)
         lengths = torch.full((batch * new,), buffer.shape[1], device=indices.device)
-        starts, buffer = torch.zeros_like(lengths), buffer.flatten(0, 1).unsqueeze(0)
+        buffer = buffer.flatten(0, 1).unsqueeze(0)
         output = query.new_empty(batch, new, heads, up_value.shape[1])
         block = max(1, self.block // (batch * heads * buffer.shape[2]))
         for low in range(0, new, block):
@@ -269,7 +269,6 @@ class LatentPatch(AttentionPatch):
                 buffer.expand(rows, -1, -1),
                 slots,
                 selection.flatten(0, 1),
-                starts[:rows],
                 lengths[:rows],
                 coordinator.memory.layout,
                 scaling,

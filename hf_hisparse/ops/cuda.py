@@ -515,11 +515,6 @@ _RABITQ_WIDTH = 256
 """The widest head whose rotation the kernels have registers for."""
 
 
-def _check_window(op: str, starts: Tensor, lengths: Tensor, rows: int, device: torch.device) -> None:
-    _check(op, "starts", starts, torch.int64, (rows,), device)
-    _check(op, "lengths", lengths, torch.int64, (rows,), device)
-
-
 class Weighed(NamedTuple):
     """Scores that are yet to be completed, as csrc/softmax.cuh says.
 
@@ -548,7 +543,6 @@ class Weighed(NamedTuple):
 def top_k(
     scores: Tensor,
     k: int,
-    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     page_size: int = 1,
     sink_tokens: int = 0,
@@ -562,24 +556,21 @@ def top_k(
         blocks: Blocks a row, for measurement; None for what `heuristics` says.
     """
     if _falls_back(scores.device):
-        return reference.in_pytorch(reference.top_k, scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+        return reference.in_pytorch(reference.top_k, scores, k, lengths, page_size, sink_tokens, recent_tokens)
     rows, items = scores.shape
     _check("top_k", "scores", scores, torch.float32, (rows, items), scores.device)
-    if (starts is None) != (lengths is None):
-        raise ValueError("top_k: give both of `starts` and `lengths`, or neither")
-    if starts is not None and lengths is not None:
-        _check_window("top_k", starts, lengths, rows, scores.device)
+    if lengths is not None:
+        _check("top_k", "lengths", lengths, torch.int64, (rows,), scores.device)
     if page_size < 1:
         raise ValueError(f"top_k: `page_size` must be positive, not {page_size}")
     if max(items, k) >= 1 << 30:
         raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items")
-    return _top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens, blocks)
+    return _top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens, blocks)
 
 
 def _top_k(
     scores: Tensor | Weighed,
     k: int,
-    starts: Tensor | None,
     lengths: Tensor | None,
     page_size: int,
     sink_tokens: int,
@@ -617,7 +608,6 @@ def _top_k(
         selection.data_ptr(),
         items,
         k,
-        0 if starts is None else starts.data_ptr(),
         0 if lengths is None else lengths.data_ptr(),
         page_size,
         sink_tokens,
@@ -655,13 +645,13 @@ def _score(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, 
 
 
 def _select(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, ...]) -> Tensor:
-    """An op that selects by scores, whose arguments come first and end in page size, scale, starts and lengths."""
+    """An op that selects by scores, whose arguments come first and end in page size, scale and lengths."""
     *scoring, k, sink_tokens, recent_tokens = arguments
     weighed = weigh(*scoring)
     if weighed is None:
         return reference.in_pytorch(op, *arguments)
-    page_size, _, starts, lengths = scoring[-4:]
-    return _top_k(weighed, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    page_size, _, lengths = scoring[-3:]
+    return _top_k(weighed, k, lengths, page_size, sink_tokens, recent_tokens)
 
 
 def _weigh_quest(
@@ -671,7 +661,6 @@ def _weigh_quest(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
 ) -> Weighed | None:
     """The first half of Quest's scores; None where the kernel cannot be had."""
@@ -689,7 +678,7 @@ def _weigh_quest(
     query = query.contiguous()
     _check("score_quest", "low", low, query.dtype, (rows, capacity, width), device)
     _check("score_quest", "high", high, query.dtype, (rows, capacity, width), device)
-    _check_window("score_quest", starts, lengths, rows, device)
+    _check("score_quest", "lengths", lengths, torch.int64, (rows,), device)
     if items > capacity:
         raise ValueError(
             f"score_quest: `items` is {items}, and `low` of shape {list(low.shape)} holds {capacity} pages"
@@ -715,7 +704,6 @@ def _weigh_quest(
             items,
             page_size,
             float(scale * _LOG2_E),
-            starts.data_ptr(),
             lengths.data_ptr(),
             weights.data_ptr(),
             partials.data_ptr(),
@@ -795,7 +783,6 @@ def _weigh_rabitq(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
 ) -> Weighed | None:
     """The first half of RaBitQ's scores; None where the kernels cannot be had."""
@@ -816,7 +803,7 @@ def _weigh_rabitq(
     _check("score_rabitq", "bits", bits, torch.uint8, (rows, capacity, width // 8), device)
     _check("score_rabitq", "scales", scales, torch.float16, (rows, capacity), device)
     _check("score_rabitq", "centres", centres, query.dtype, (rows, centres.shape[1], width), device)
-    _check_window("score_rabitq", starts, lengths, rows, device)
+    _check("score_rabitq", "lengths", lengths, torch.int64, (rows,), device)
     if width % 8:
         raise ValueError(f"score_rabitq: the width of `query` of shape {list(query.shape)} must be a multiple of 8")
     if block < 16 or block & (block - 1):
@@ -858,7 +845,6 @@ def _weigh_rabitq(
         page_size,
         chunk_items,
         float(scale * _LOG2_E),
-        starts.data_ptr(),
         lengths.data_ptr(),
         weights.data_ptr(),
         partials.data_ptr(),

@@ -248,10 +248,9 @@ def _(
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def valid_tokens(tokens: int, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Which of a row's first `tokens` tokens can be attended to: `starts` to `lengths`. `[rows, tokens]` bool."""
-    position = torch.arange(tokens, device=starts.device)
-    return (position >= starts.unsqueeze(1)) & (position < lengths.unsqueeze(1))
+def valid_tokens(tokens: int, lengths: Tensor) -> Tensor:
+    """Which of `tokens` tokens can be attended to: a row's first `lengths`. `[rows, tokens]` bool."""
+    return torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
@@ -276,7 +275,6 @@ def softmax_mass(logits: Tensor, valid: Tensor) -> Tensor:
 def top_k(
     scores: Tensor,
     k: int,
-    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     page_size: int = 1,
     sink_tokens: int = 0,
@@ -289,10 +287,10 @@ def top_k(
     Args:
         scores: `[rows, items]` float32.
         k: Items to select.
-        starts, lengths: `[rows]` int64: only items with tokens from `starts` to `lengths` are selected. None for all.
+        lengths: `[rows]` int64: only items of the first `lengths` tokens are selected. None for all.
         page_size: Tokens an item.
-        sink_tokens, recent_tokens: The items of so many tokens from `starts` on, and of so many up to `lengths`, rank
-            as if they scored +inf.
+        sink_tokens, recent_tokens: Where there are `lengths`, the items of so many of the first and of the last tokens
+            rank as if they scored +inf.
 
     Returns:
         `[rows, k]` int32 item ids, unique and ascending, padded with -1 at the end.
@@ -300,14 +298,12 @@ def top_k(
     rows, items = scores.shape
     item = torch.arange(items, device=scores.device)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    if starts is not None and lengths is not None:
-        start, length = starts.unsqueeze(1), lengths.unsqueeze(1)
-        if sink_tokens:
-            scores = scores.masked_fill(item <= (start + sink_tokens - 1) // page_size, torch.inf)
+    if lengths is not None:
+        first, length = item * page_size, lengths.unsqueeze(1)
+        scores = scores.masked_fill(first < sink_tokens, torch.inf)
         if recent_tokens:
             scores = scores.masked_fill(item >= (length - recent_tokens) // page_size, torch.inf)
-        inside = (item >= start // page_size) & (item <= (length - 1) // page_size)
-        scores = scores.masked_fill(~inside, -torch.inf)
+        scores = scores.masked_fill(first >= length, -torch.inf)
     count = min(k, items)
     threshold = scores.topk(count, dim=1).values[:, -1:] if count else scores.new_full((rows, 1), torch.inf)
     above, ties = scores > threshold, scores == threshold
@@ -319,7 +315,7 @@ def top_k(
 
 
 @top_k.register_fake
-def _(scores, k, starts=None, lengths=None, page_size=1, sink_tokens=0, recent_tokens=0):
+def _(scores, k, lengths=None, page_size=1, sink_tokens=0, recent_tokens=0):
     return scores.new_empty(scores.shape[0], k, dtype=torch.int32)
 
 
@@ -343,7 +339,6 @@ def score_quest(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
 ) -> Tensor:
     """Quest's scores: the softmax over pages of the bound on their keys' logits, summed over a group's query heads.
@@ -354,17 +349,17 @@ def score_quest(
         items: How many pages the history has.
         page_size: Tokens a page.
         scale: The softmax scale of the attention.
-        starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+        lengths: `[rows]` int64: the first `lengths` tokens of a row can be attended to.
 
     Returns:
         `[rows, items]` float32; 0 for a page of no such token.
     """
-    valid = valid_tokens(items * page_size, starts, lengths).unflatten(1, (items, page_size)).any(2)
+    valid = valid_tokens(items * page_size, lengths).unflatten(1, (items, page_size)).any(2)
     return softmax_mass(quest_bound(query, low[:, :items], high[:, :items]) * scale, valid)
 
 
 @score_quest.register_fake
-def _(query, low, high, items, page_size, scale, starts, lengths):
+def _(query, low, high, items, page_size, scale, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
 
 
@@ -376,19 +371,18 @@ def select_quest(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
     k: int,
     sink_tokens: int,
     recent_tokens: int,
 ) -> Tensor:
     """`top_k` of `score_quest`, whose arguments it takes."""
-    scores = score_quest(query, low, high, items, page_size, scale, starts, lengths)
-    return top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    scores = score_quest(query, low, high, items, page_size, scale, lengths)
+    return top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens)
 
 
 @select_quest.register_fake
-def _(query, low, high, items, page_size, scale, starts, lengths, k, sink_tokens, recent_tokens):
+def _(query, low, high, items, page_size, scale, lengths, k, sink_tokens, recent_tokens):
     return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
@@ -507,7 +501,6 @@ def score_rabitq(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
 ) -> Tensor:
     """RaBitQ's scores: the softmax over tokens of the estimated logits, summed over items and a group's query heads.
@@ -523,7 +516,7 @@ def score_rabitq(
         items: How many items the history has.
         page_size: Tokens an item.
         scale: The softmax scale of the attention.
-        starts, lengths: `[rows]` int64: tokens `starts` to `lengths` of a row can be attended to.
+        lengths: `[rows]` int64: the first `lengths` tokens of a row can be attended to.
 
     Returns:
         `[rows, items]` float32; 0 for an item of no such token.
@@ -540,12 +533,12 @@ def score_rabitq(
         blocks = torch.arange(low, high, device=query.device) // block
         products = rotated @ signs.transpose(1, 2) * scales[:, low:high].float().unsqueeze(1)
         logits[:, :, low:high] = products + offset[:, :, blocks]
-    valid = valid_tokens(items * page_size, starts, lengths)
+    valid = valid_tokens(items * page_size, lengths)
     return softmax_mass(logits, valid).unflatten(1, (items, page_size)).sum(2)
 
 
 @score_rabitq.register_fake
-def _(query, bits, scales, centres, block, items, page_size, scale, starts, lengths):
+def _(query, bits, scales, centres, block, items, page_size, scale, lengths):
     return query.new_empty(query.shape[0], items, dtype=torch.float32)
 
 
@@ -559,19 +552,18 @@ def select_rabitq(
     items: int,
     page_size: int,
     scale: float,
-    starts: Tensor,
     lengths: Tensor,
     k: int,
     sink_tokens: int,
     recent_tokens: int,
 ) -> Tensor:
     """`top_k` of `score_rabitq`, whose arguments it takes."""
-    scores = score_rabitq(query, bits, scales, centres, block, items, page_size, scale, starts, lengths)
-    return top_k(scores, k, starts, lengths, page_size, sink_tokens, recent_tokens)
+    scores = score_rabitq(query, bits, scales, centres, block, items, page_size, scale, lengths)
+    return top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens)
 
 
 @select_rabitq.register_fake
-def _(query, bits, scales, centres, block, items, page_size, scale, starts, lengths, k, sink, recent):
+def _(query, bits, scales, centres, block, items, page_size, scale, lengths, k, sink, recent):
     return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
@@ -586,7 +578,6 @@ def score_indexer(
     keys: Tensor,
     tokens: int,
     scale: float,
-    starts: Tensor,
     positions: Tensor,
 ) -> Tensor:
     """The lightning indexer's scores (DeepSeek-V3.2): `sum_h w_h relu(scale q_h . k)`, in float32.
@@ -600,7 +591,6 @@ def score_indexer(
         keys: `[batch, capacity, width]`, in the query's dtype; `tokens <= capacity`.
         tokens: How many keys are scored.
         scale: Multiplies `q . k`; positive.
-        starts: `[batch]` int64, the first token of each row that is not padding.
         positions: `[batch]` int64, which token a row's first query is.
 
     Returns:
@@ -609,7 +599,6 @@ def score_indexer(
     batch, queries, heads, _ = query.shape
     scores = query.new_empty(batch, queries, tokens, dtype=torch.float32)
     token = torch.arange(tokens, device=query.device)
-    before = token < starts.view(-1, 1, 1)
     last = (positions.unsqueeze(1) + torch.arange(queries, device=query.device)).unsqueeze(-1)
     key_block = max(1, min(tokens, PRODUCTS // (batch * heads)))
     query_block = max(1, PRODUCTS // (batch * heads * key_block))
@@ -620,12 +609,12 @@ def score_indexer(
             part = slice(first, min(first + key_block, tokens))
             products = q.flatten(1, 2) @ keys[:, part].float().transpose(1, 2) * scale
             scores[:, some, part] = (w @ products.relu_().unflatten(1, q.shape[1:3])).squeeze(-2)
-        scores[:, some].masked_fill_(before | (token > last[:, some]), -torch.inf)
+        scores[:, some].masked_fill_(token > last[:, some], -torch.inf)
     return scores
 
 
 @score_indexer.register_fake
-def _(query, weights, keys, tokens, scale, starts, positions):
+def _(query, weights, keys, tokens, scale, positions):
     return query.new_empty(*query.shape[:2], tokens, dtype=torch.float32)
 
 
@@ -633,7 +622,6 @@ def _(query, weights, keys, tokens, scale, starts, positions):
 def list_tokens(
     slots: Tensor,
     selection: Tensor,
-    starts: Tensor,
     lengths: Tensor,
     page_size: int,
     row_stride: int,
@@ -646,7 +634,7 @@ def list_tokens(
     A row's list is cut into runs, of which the last ones may be empty.
 
     Args:
-        slots, selection, starts, lengths: See `AttentionBackend.attend`.
+        slots, selection, lengths: See `AttentionBackend.attend`.
         page_size: Tokens an item.
         row_stride, slot_stride: Token `t` of slot `s` of row `r` is listed as `r * row_stride + s * slot_stride + t`.
         runs, run_tokens: How the list is cut; it holds `k * page_size` tokens or more.
@@ -659,7 +647,7 @@ def list_tokens(
     within = torch.arange(page_size, device=device)
     position = selection.long().unsqueeze(-1) * page_size + within
     seen = ((selection >= 0) & (slots >= 0)).unsqueeze(-1)
-    seen = (seen & (position >= starts.view(-1, 1, 1)) & (position < lengths.view(-1, 1, 1))).flatten(1)
+    seen = (seen & (position < lengths.view(-1, 1, 1))).flatten(1)
     first = torch.arange(rows, device=device).unsqueeze(1) * row_stride + slots.long() * slot_stride
     listed = (first.unsqueeze(-1) + within).flatten(1)
     total = seen.sum(1, keepdim=True)
@@ -672,7 +660,7 @@ def list_tokens(
 
 
 @list_tokens.register_fake
-def _(slots, selection, starts, lengths, page_size, row_stride, slot_stride, runs, run_tokens):
+def _(slots, selection, lengths, page_size, row_stride, slot_stride, runs, run_tokens):
     rows = selection.shape[0]
     shapes = (rows, runs, run_tokens), (rows, runs)
     return tuple(selection.new_empty(shape, dtype=torch.int32) for shape in shapes)

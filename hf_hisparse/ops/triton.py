@@ -20,7 +20,7 @@ they fit the shared memory of any device: 80 KiB. Float32 goes without tensor co
 # _score_indexer
 #
 # In:   query [batch, queries, heads, width] and weights [batch, queries, heads], whose first two dimensions have any
-#       stride; keys [batch, capacity, width]; starts and positions [batch].
+#       stride; keys [batch, capacity, width]; positions [batch].
 # Out:  scores [batch, queries, tokens] float32, contiguous: sum_h w_h relu(q_h . k), where the weights carry the scale;
 #       -inf where a query does not see a token.
 # Grid: tiles of tokens, fastest, so that the programs that read the same queries run together; then parts of the
@@ -44,7 +44,6 @@ def _score_indexer(  # type: ignore[no-untyped-def]
     query,
     weights,
     keys,
-    starts,
     positions,
     scores,
     queries,
@@ -71,13 +70,11 @@ def _score_indexer(  # type: ignore[no-untyped-def]
     part = program // tiles % parts
     row = (program // (tiles * parts)).to(tl.int64)
 
-    start = tl.load(starts + row)
     position = tl.load(positions + row)
     low = part * QUERIES
     high = tl.minimum(low + QUERIES, queries)
     # The first query that sees some of the tile.
     seeing = tl.minimum(tl.maximum(first - position, low), high).to(tl.int32)
-    seeing = tl.where(first + BLOCK_TOKENS <= start, high, seeing)
 
     token = first + tl.arange(0, BLOCK_TOKENS)
     is_token = token < tokens
@@ -108,8 +105,7 @@ def _score_indexer(  # type: ignore[no-untyped-def]
             w = tl.load(row_weights + at * weights_one + head, mask=is_head, other=0.0) * scale
             x = tl.dot(key, tl.trans(q), input_precision="ieee")
             score += tl.sum(tl.maximum(x, 0.0) * w[None, :], axis=1)
-        seen = (token >= start) & (token <= position + at)
-        tl.store(row_scores + at * tokens, tl.where(seen, score, float("-inf")), mask=is_token)
+        tl.store(row_scores + at * tokens, tl.where(token <= position + at, score, float("-inf")), mask=is_token)
 
 
 INTERPRETED = not isinstance(_score_indexer, triton.JITFunction)
@@ -127,7 +123,6 @@ def score_indexer(
     keys: Tensor,
     tokens: int,
     scale: float,
-    starts: Tensor,
     positions: Tensor,
 ) -> Tensor:
     """`ops.score_indexer` on a CUDA device, or anywhere under Triton's interpreter.
@@ -140,7 +135,6 @@ def score_indexer(
         "query": (query, query.shape, DTYPES[::2] if INTERPRETED else DTYPES),
         "weights": (weights, (batch, queries, heads), (torch.float32,)),
         "keys": (keys, (batch, keys.shape[1], width), (query.dtype,)),
-        "starts": (starts, (batch,), (torch.int64,)),
         "positions": (positions, (batch,), (torch.int64,)),
     }
     for name, (tensor, shape, dtypes) in expected.items():
@@ -158,7 +152,7 @@ def score_indexer(
         query = query.contiguous()
     if weights.stride(2) != 1:
         weights = weights.contiguous()
-    keys, starts, positions = keys.contiguous(), starts.contiguous(), positions.contiguous()
+    keys, positions = keys.contiguous(), positions.contiguous()
 
     scores = query.new_empty(batch, queries, tokens, dtype=torch.float32)
     block_width = _power(width, 1 << 20)
@@ -171,7 +165,6 @@ def score_indexer(
                 query,
                 weights,
                 keys,
-                starts,
                 positions,
                 scores,
                 queries,
@@ -198,7 +191,7 @@ def score_indexer(
 
 # _list_tokens
 #
-# In:   slots and selection [rows, k], starts and lengths [rows], contiguous.
+# In:   slots and selection [rows, k], lengths [rows], contiguous.
 # Out:  tokens [rows, columns] int32, those that are seen first, in the order of the selection, then -1; counts
 #       [rows, runs] int32, how many of them lie in each run of `run_tokens` columns.
 # Grid: a program a row, which goes over its tokens in blocks and keeps count.
@@ -208,7 +201,6 @@ def score_indexer(
 def _list_tokens(  # type: ignore[no-untyped-def]
     slots,
     selection,
-    starts,
     lengths,
     tokens,
     counts,
@@ -225,7 +217,6 @@ def _list_tokens(  # type: ignore[no-untyped-def]
 ):
     await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts + row).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int64)
     row_slots = slots + row * k
     row_selection = selection + row * k
@@ -240,7 +231,7 @@ def _list_tokens(  # type: ignore[no-untyped-def]
         item = tl.load(row_selection + column, mask=column < k, other=-1).to(tl.int64)
         slot = tl.load(row_slots + column, mask=column < k, other=-1).to(tl.int64)
         position = item * PAGE_SIZE + within
-        seen = (item >= 0) & (slot >= 0) & (position >= start) & (position < length)
+        seen = (item >= 0) & (slot >= 0) & (position < length)
         ones = seen.to(tl.int32)
         place = count + tl.cumsum(ones, axis=0) - ones
         address = row * row_stride + slot * slot_stride + within
@@ -260,7 +251,6 @@ def _list_tokens(  # type: ignore[no-untyped-def]
 def list_tokens(
     slots: Tensor,
     selection: Tensor,
-    starts: Tensor,
     lengths: Tensor,
     page_size: int,
     row_stride: int,
@@ -278,7 +268,6 @@ def list_tokens(
             _list_tokens[(rows,)](
                 slots.contiguous(),
                 selection.contiguous(),
-                starts.contiguous(),
                 lengths.contiguous(),
                 tokens,
                 counts,
@@ -386,4 +375,4 @@ def probe(index: int) -> None:
     """Compiles and runs a kernel on a CUDA device. Raises what stands in the way."""
     one = torch.ones(1, 1, 1, 16, device=f"cuda:{index}")
     none = torch.zeros(1, dtype=torch.int64, device=one.device)
-    score_indexer(one, one[..., 0], one[0], 1, 1.0, none, none)
+    score_indexer(one, one[..., 0], one[0], 1, 1.0, none)
