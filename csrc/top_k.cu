@@ -6,10 +6,10 @@
 // [rows, group, chunks, 2]. A block's items must then fit shared memory, and before them, of every head and of every chunk
 // that a block's items may lie in, `block_chunks`, what its weights are multiplied by.
 //
-// An item is page_size tokens. Candidates are the items of the first lengths tokens; of these, the items of the first
-// sink_tokens and the last recent_tokens rank as if their score were +inf. A score of -inf or NaN is never selected. -0
-// equals 0. Of equal scores the lowest items are taken. The result is a function of the scores: it depends on no order
-// of threads.
+// An item is page_size tokens, of which there are fewer than 2^30. Candidates are the items of the first lengths tokens; of
+// these, the first sink_items and those of the last recent_tokens rank as if their score were +inf. A score of -inf or NaN
+// is never selected. -0 equals 0. Of equal scores the lowest items are taken. The result is a function of the scores: it
+// depends on no order of threads.
 //
 // How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found 11, 11
 // and 10 bits at a time, from histograms in shared memory. Then every warp counts what it has above the threshold and
@@ -21,7 +21,7 @@
 // anew.
 //
 // Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
-// first histogram 2.5; three sums over the blocks of 16 KiB each at 1.5; two more histograms 0.6 each; counts 0.6; a
+// first histogram 2.5; three sums over the blocks of 16 KiB each at 1; two more histograms 0.6 each; counts 0.6; a
 // barrier 0.5; output 1.3. About 12. Measured: 14; of 8 rows of 65536 likewise. To complete the scores of 4 heads: their
 // partials 2, three more loads an item 2; measured, 5.
 
@@ -33,6 +33,7 @@
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kBlocks = 8;                        // A cluster, at most: a power of two, as the number of blocks is.
 constexpr int kBatch = 8;                         // Scores that a thread has under way at once.
 constexpr int kHeld = 16384;                      // Items a block that fit shared memory, as in `heuristics`.
 constexpr int kBits = 11, kBins = 1 << kBits;     // Of a histogram.
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     const float* __restrict__ scores,
 #endif
     int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ lengths,
-    long long page_size, long long sink_tokens, long long recent_tokens
+    long long page_size_, long long sink_items, long long recent_tokens
 ) {
     await_previous();
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
@@ -93,10 +94,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     // ---- what can be selected, and what always is ----
     int candidates = n, sink = 0, recent = n;
     if (lengths) {
-        const long long length = lengths[row];
-        candidates = static_cast<int>(min((length + page_size - 1) / page_size, n_));
-        sink = static_cast<int>(min((sink_tokens + page_size - 1) / page_size, n_));
-        if (recent_tokens > 0) recent = static_cast<int>(min(max(length - recent_tokens, 0LL) / page_size, n_));
+        // n pages are fewer than 2^30 tokens. (A division of 64 bits takes as long as a load.)
+        const unsigned length = static_cast<unsigned>(min(lengths[row], 0x7fffffffLL));
+        const unsigned page_size = static_cast<unsigned>(page_size_), newest = static_cast<unsigned>(recent_tokens);
+        candidates = static_cast<int>(min((length + page_size - 1) / page_size, static_cast<unsigned>(n)));
+        sink = static_cast<int>(sink_items);
+        if (newest > 0) recent = static_cast<int>(min((length - min(length, newest)) / page_size, static_cast<unsigned>(n)));
     }
 
     // ---- the items that the calling warp owns ----
@@ -161,12 +164,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     for (int i = thread; i < kRounds * kBins; i += kThreads) (&scratch.bins[0][0])[i] = 0;
     if (thread < 2) scratch.taken[thread] = 0;
 #ifdef MASS
+    const int own_chunks = min(block_chunks, chunks - first_chunk), own = group * own_chunks;
+    const auto largest_of = [&](int i) {
+        const int head = i / own_chunks;
+        return partials[static_cast<long long>(head) * chunks + first_chunk + i - head * own_chunks].x;
+    };
+    float largest = thread < own ? largest_of(thread) : 0.0f;  // On its way with the others.
     sum_partials(partials, group, chunks, norms, norms + group);
-    const int own_chunks = min(block_chunks, chunks - first_chunk);
-    for (int i = thread; i < group * own_chunks; i += kThreads) {
-        const int head = i / own_chunks, chunk = i - head * own_chunks;
-        const float largest = partials[static_cast<long long>(head) * chunks + first_chunk + chunk].x;
-        factors[head * block_chunks + chunk] = factor_of(largest, norms[head]);
+    for (int i = thread; i < own; i += kThreads) {
+        const int head = i / own_chunks;
+        if (i != thread) largest = largest_of(i);
+        factors[head * block_chunks + i - head * own_chunks] = factor_of(largest, norms[head]);
     }
 #endif
     __syncthreads();
@@ -183,12 +191,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         cluster_sync();
         // The bins over all blocks, from the highest on: a thread takes two.
         const int bin = kBins - 2 - 2 * thread;
+        int2 counts[kBlocks];
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+            counts[i] = i < blocks ? load_shared(&scratch.bins[round][bin], (block + i) & (blocks - 1)) : make_int2(0, 0);
+        }
         int low = 0, high = 0;
-        for (int i = 0; i < blocks; ++i) {
-            const int other = block + i;
-            const int2 counts = load_shared(&scratch.bins[round][bin], other < blocks ? other : other - blocks);
-            low += counts.x;
-            high += counts.y;
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+            low += counts[i].x;
+            high += counts[i].y;
         }
         if (round == 0 && bin == 0) low = 0;
         int before = low + high;

@@ -563,8 +563,8 @@ def top_k(
         _check("top_k", "lengths", lengths, torch.int64, (rows,), scores.device)
     if page_size < 1:
         raise ValueError(f"top_k: `page_size` must be positive, not {page_size}")
-    if max(items, k) >= 1 << 30:
-        raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items")
+    if max(items * page_size, k) >= 1 << 30:
+        raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items, or tokens of them")
     return _top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens, blocks)
 
 
@@ -610,8 +610,8 @@ def _top_k(
         k,
         0 if lengths is None else lengths.data_ptr(),
         page_size,
-        sink_tokens,
-        recent_tokens,
+        min(-(-sink_tokens // page_size), items),
+        min(recent_tokens, 1 << 30),
         cluster=blocks,
     )
     return selection
