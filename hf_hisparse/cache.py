@@ -538,7 +538,9 @@ class HierarchicalSparseCache(Cache):
             self._trace(self._tracing, length, failed)
         if not failed:
             self._begun = None
+            self._masks.ask()
             return
+        self._masks.next = None
         # It has begun until all of it is undone, which may be interrupted too.
         if length == 0:
             self.reset()

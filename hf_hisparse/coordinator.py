@@ -194,7 +194,8 @@ class SparseCoordinator:
         Args:
             mask: As for `seen_by_newest`, or None for everything.
             tokens: How many new tokens it is for, with those that are held.
-            steps: What is known of the masks of single tokens, which the host does not wait for before several come.
+            steps: What a GPU finds out of the masks of single tokens, once the step is on its way: the host hears of
+                it a step late, and does not wait for it before several come.
 
         Raises:
             ValueError: If it is such a mask, or has too few columns.
@@ -227,12 +228,17 @@ class SparseCoordinator:
                 f"`attention_mask` of shape {list(mask.shape)} is for {mask.shape[-1]} tokens, and there are {total}: "
                 f"{self.length} in the cache and {tokens} new ones; {fix}"
             )
-        seen = seen_by_newest(mask, total)
         held = (total if decoded else self.length) if stored else self.padding.kept.shape[1]
-        same = self.padding.matches(seen[:, :held])
-        if decoded and not stored:
-            same &= seen[:, -1].all()
-        if steps.failed(same) if tokens == 1 else not same:
+
+        def same() -> Tensor:
+            seen = seen_by_newest(mask, total)
+            matches = self.padding.matches(seen[:, :held])
+            return matches & seen[:, -1].all() if decoded and not stored else matches
+
+        late = tokens == 1 and mask.is_cuda
+        if late:
+            steps.next = same
+        if steps.failed() if late else not same():
             raise ValueError(other)
 
     def _check(self, parts: Sequence[Tensor]) -> None:
@@ -269,7 +275,7 @@ class SparseCoordinator:
     def decodes(self, tokens: int) -> bool:
         """Whether `tokens` more all take decode steps from the memory. The device takes such a step alone: all that it
         asks of the host is to be counted (`advance`)."""
-        return self.memory is not None and self.steps(tokens) == tokens
+        return self.memory is not None and (tokens == 1 or self.steps(tokens) == tokens)
 
     def needs_mask(self, tokens: int) -> bool:
         """Whether to know the padding is not enough for `tokens` more tokens: dense attention is masked by itself."""

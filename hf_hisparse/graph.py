@@ -252,14 +252,13 @@ class GraphedForward:
             return forward(*args, **kwargs)
 
         batch, new = tokens.shape[:2]
-        cache.begin_forward(model.get_decoder(), batch, new, given.get("attention_mask"))
+        cache.begin_forward(self._snapshot.decoder, batch, new, given.get("attention_mask"))
         failed = True
         try:
             if self._replay is None:
                 self._capture(cache, model, forward, inputs, settings | caches(given), tokens.device)
             if self._replay is not None:
-                for name, value in inputs.items():
-                    self._inputs[name].copy_(value, non_blocking=True)
+                torch._foreach_copy_(list(self._inputs.values()), list(inputs.values()), non_blocking=True)
                 self._replay()
                 # While the device is busy. A step that was another model's is undone.
                 failed = not self._snapshot.holds()
@@ -411,6 +410,7 @@ class Snapshot:
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model
+        self.decoder = model.get_decoder()
         self.modules: list[nn.Module] = list(model.modules())
         self.states: list[dict[str, Any]] = [vars(module) for module in self.modules]
         for module, state in zip(self.modules, self.states, strict=True):
@@ -460,7 +460,7 @@ class Snapshot:
             [
                 # Within a step that is captured these three are one.
                 AT_ONCE if value in WAITING else value
-                for config in (self.model.config, self.model.get_decoder().config)
+                for config in (self.model.config, self.decoder.config)
                 for value in (
                     getattr(config, "_experts_implementation", None),
                     getattr(config, "output_hidden_states", None),
