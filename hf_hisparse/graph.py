@@ -27,6 +27,8 @@ from torch.nn.modules import module as torch_module
 from transformers import Cache
 from transformers.utils import ModelOutput, logging
 
+from hf_hisparse.capturing import capturing, synchronize
+
 
 logger = logging.get_logger(__name__)
 
@@ -99,7 +101,7 @@ class Recorder:
             idle = self._idle[device]
             if idle:
                 # The last graph of the recorder that is gone may still run.
-                torch.cuda.synchronize(device)
+                synchronize(device)
             self._stream = idle.pop() if idle else torch.cuda.Stream(device)
             self._give_back = weakref.finalize(self, idle.append, self._stream)
         return self._stream
@@ -136,6 +138,7 @@ class Recorder:
         gc.disable()
         try:
             with (
+                capturing,
                 self._aside(device) as stream,
                 torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
             ):

@@ -30,7 +30,7 @@ from hf_hisparse.algorithms import KeyScoring, LightningIndexer
 from hf_hisparse.algorithms.base import Representations
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Recorder, convert
-from hf_hisparse.memory import Memory, host_store
+from hf_hisparse.memory import Memory, host_store, pinned
 from hf_hisparse.memory.device_buffer import DeviceBuffer
 from hf_hisparse.memory.host_store import HostStore
 from hf_hisparse.ops.reference import softmax_mass
@@ -1072,6 +1072,25 @@ def test_a_model_that_changed_is_captured_anew_on_a_gpu(change):
         if turn == 0:
             change(model)
     assert (caches[0].graphed.captured, caches[0].graphed.replayed) == (2, 6)
+
+
+@gpu
+def test_host_memory_goes_while_a_graph_is_captured():
+    """Its last reader is waited for, in a thread that does not capture."""
+    device = torch.device("cuda", 0)
+    x = torch.zeros(1, device=device)
+    held = [pinned.allocate(1 << 20, device).tensor()]
+    other = threading.Thread(target=held.clear)
+
+    def captured() -> Tensor:
+        other.start()
+        other.join(0.3)
+        return x.add_(1)
+
+    replay, _ = Recorder().record(captured, device)
+    other.join()
+    replay()
+    assert x.item() == 1 and not held
 
 
 @gpu

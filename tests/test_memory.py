@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_hisparse.capturing import capturing
 from hf_hisparse.layout import ItemLayout
 from hf_hisparse.memory import HierarchicalMemory, ResidentMemory, host_store, limits, numa, pinned
 from hf_hisparse.memory.host_store import HostStore
@@ -500,7 +501,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append(("synchronize",)))
         monkeypatch.setattr(numa, "gpu_node", lambda index: index)
         monkeypatch.setattr(numa, "bind", lambda *args: self.calls.append(("bind", *args)))
         monkeypatch.setattr(pinned, "_touch", lambda memory: self.calls.append(("touch", memory.data_ptr())))
@@ -531,6 +532,18 @@ def test_memory_is_bound_then_touched_then_registered(monkeypatch, used):
     else:
         del region
     assert cuda.calls == begun + [("synchronize",)] * used + [("unregister", address)]
+
+
+def test_memory_that_was_read_stays_while_a_graph_is_captured(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    held = [pinned.allocate(1 << 16, torch.device("cuda", 3)).tensor()]
+    other = threading.Thread(target=held.clear)
+    with capturing:
+        other.start()
+        other.join(0.2)
+        assert "synchronize" not in [name for name, *_ in cuda.calls]
+    other.join()
+    assert [name for name, *_ in cuda.calls[-2:]] == ["synchronize", "unregister"]
 
 
 def test_memory_that_cannot_be_registered_is_not_held(monkeypatch):

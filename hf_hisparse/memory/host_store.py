@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_hisparse.capturing import synchronize
 from hf_hisparse.memory import pinned
 
 
@@ -384,7 +385,7 @@ class HostStore:
     def dump(self, items: int) -> Iterator[Tensor]:
         """Items `0` to `items` of one row after the other, in pieces, where they lie. Waits for the device."""
         if self._stream is not None:
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
         for runs in self.runs:
             for run, there, _ in self._spans(runs, 0, items):
                 yield run[there]

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from hf_hisparse.capturing import synchronize
 from hf_hisparse.memory import limits, numa
 
 
@@ -32,8 +33,8 @@ class Region(mmap.mmap):
         with torch.cuda.device(device):
             if self.used:
                 # A kernel or copy that still reads it must end first. What was never used waits for nothing: it may go
-                # in the background, where waiting for the device would break the capture of a graph elsewhere.
-                torch.cuda.synchronize()
+                # in the background.
+                synchronize(device)
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
