@@ -295,9 +295,10 @@ class SparseCoordinator:
             self._make_room(tokens)
 
     def _make_room(self, tokens: int) -> None:
-        """Fixes the shapes of decode steps: for `tokens` tokens, and as many more as there happens to be memory for,
-        up to a quarter. Every step scores all that there is room for."""
-        room = min(self.memory.room, max(tokens + tokens // 4, self.capacity))
+        """Fixes the shapes of decode steps, which score all that there is room for: `capacity` tokens, or where
+        `tokens` are more, those and as many more as there happens to be memory for, up to a quarter."""
+        wanted = self.capacity if tokens <= self.capacity else tokens + tokens // 4
+        room = min(self.memory.room, wanted)
         self.algorithm.reserve(room)
         self.room, self.serial = room, next(self._serials)
 

@@ -534,6 +534,21 @@ def test_memory_is_bound_then_touched_then_registered(monkeypatch, used):
     assert cuda.calls == begun + [("synchronize",)] * used + [("unregister", address)]
 
 
+def test_memory_that_was_read_is_waited_for_whatever_comes_between(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    wait, interrupts = torch.cuda.synchronize, [KeyboardInterrupt]
+
+    def interrupted(device: torch.device) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        wait(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", interrupted)
+    memory = pinned.allocate(1 << 16, torch.device("cuda", 3)).tensor()
+    del memory
+    assert not interrupts and [name for name, *_ in cuda.calls[-2:]] == ["synchronize", "unregister"]
+
+
 def test_memory_that_was_read_stays_while_a_graph_is_captured(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     held = [pinned.allocate(1 << 16, torch.device("cuda", 3)).tensor()]

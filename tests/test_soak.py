@@ -133,9 +133,13 @@ class Interrupt:
         sys.settrace(self.held)
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(self.package):
+            return None
         # What is raised as something goes, Python prints and drops.
-        code = frame.f_code
-        return self.line if code.co_filename.startswith(self.package) and code.co_name != "__del__" else None
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_name != "__del__":
+            caller = caller.f_back
+        return self.line if caller is None else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         where = frame.f_code.co_filename, frame.f_lineno

@@ -34,7 +34,11 @@ class Region(mmap.mmap):
             if self.used:
                 # A kernel or copy that still reads it must end first. What was never used waits for nothing: it may go
                 # in the background.
-                synchronize(device)
+                try:
+                    synchronize(device)
+                except KeyboardInterrupt:
+                    # Python drops what is raised here. The wait must not go with it.
+                    synchronize(device)
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
