@@ -173,6 +173,17 @@ def twins(model: nn.Module, name: str, prompt: int = 120) -> tuple[HierarchicalS
     return caches
 
 
+def captured_and_eager(model: Any, name: str, prompt: int = 120) -> tuple[Any, Any]:
+    """`twins`, of which the first captures its steps where there is a GPU."""
+    if model.device.type == "cpu":
+        return twins(model, name, prompt)
+    options = MODELS[name][1] | {"max_cache_len": 300}
+    caches = HierarchicalSparseCache(model, **options), HierarchicalSparseCache(model, **options, cuda_graph=False)
+    for cache in caches:
+        prefill(model, random_ids(2, prompt), cache)
+    return caches
+
+
 def follow(model: nn.Module, caches: tuple[Any, Any], count: int, seed: int = 1, **kwargs: Any) -> None:
     """Both caches give the same bits for the next tokens."""
     for t in range(count):

@@ -11,7 +11,7 @@ import torch
 
 from hf_hisparse import HierarchicalSparseCache, enable
 from tests.helpers import METHODS, dense_cache, generate, logits_of, make_model, random_ids, same_bits
-from tests.test_graph import follow, replays, twins
+from tests.test_graph import captured_and_eager, follow, replays
 
 
 peft = pytest.importorskip("peft", reason="needs `pip install peft`")
@@ -64,7 +64,7 @@ def test_adapters_that_change_between_calls(method):
 def test_adapters_that_change_within_a_conversation(method):
     """The graph of one adapter is not replayed for another."""
     model = adapted(METHODS[method][0])
-    caches = twins(model, method, PROMPT)
+    caches = captured_and_eager(model, method, PROMPT)
     for turn, active in enumerate(("one", "two", "none", "one")):
         before = replays(caches[0])
         with state(model, active):

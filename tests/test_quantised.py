@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_hisparse import HierarchicalSparseCache
 from tests.helpers import DEVICE, METHODS, dense_cache, generate, logits_of, make_model, random_ids, same_bits
-from tests.test_graph import follow, twins
+from tests.test_graph import captured_and_eager, follow
 
 
 pytest.importorskip("bitsandbytes", reason="needs `pip install bitsandbytes`")
@@ -40,4 +40,4 @@ def test_quantised_weights(method, model):
 
 
 def test_graphs_of_quantised_weights(model):
-    follow(model, twins(model, "llama-rabitq"), 5)
+    follow(model, captured_and_eager(model, "llama-rabitq"), 5)
