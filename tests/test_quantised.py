@@ -1,4 +1,4 @@
-"""Quantised weights, by bitsandbytes: what a cache keeps is in the dtype that the model computes in."""
+"""Quantised weights, by bitsandbytes and torchao: what a cache keeps is in the dtype that the model computes in."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_hisparse import HierarchicalSparseCache
 from tests.helpers import DEVICE, METHODS, dense_cache, generate, logits_of, make_model, random_ids, same_bits
 from tests.test_graph import captured_and_eager, follow
 
 
-pytest.importorskip("bitsandbytes", reason="needs `pip install bitsandbytes`")
+def quantisation(name: str) -> Any:
+    library = "torchao" if name == "fp8" else "bitsandbytes"
+    pytest.importorskip(library, reason=f"needs `pip install {library}`")
+    if name == "fp8":
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        return TorchAoConfig(Float8WeightOnlyConfig())
+    return BitsAndBytesConfig(**{"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": True}}[name])
 
 
-@pytest.fixture(scope="module", params=["8 bits", "4 bits"])
+@pytest.fixture(scope="module", params=["8 bits", "4 bits", "fp8"])
 def model(request, tmp_path_factory) -> Any:
+    config = quantisation(request.param)
     path = tmp_path_factory.mktemp("model")
     # In blocks of 64 weights.
     make_model("llama", intermediate_size=128).save_pretrained(path)
-    wanted = {"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-    config = BitsAndBytesConfig(**wanted[request.param])
     return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=config, dtype=torch.bfloat16, device_map=str(DEVICE)
     ).eval()
@@ -40,4 +46,5 @@ def test_quantised_weights(method, model):
 
 
 def test_graphs_of_quantised_weights(model):
+    """Or none, where weights are tensors without an address."""
     follow(model, captured_and_eager(model, "llama-rabitq"), 5)
