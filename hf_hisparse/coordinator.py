@@ -384,7 +384,9 @@ class SparseCoordinator:
         Raises `MemoryError` if there is none.
         """
         memory = self._empty_memory(parts)
-        memory.reserve(max(parts[0].shape[2], self.capacity), self.layers)
+        room = max(parts[0].shape[2], self.capacity)
+        if room > memory.room:
+            memory.reserve(room, self.layers)
         return memory
 
     def _layout(self, parts: Sequence[Tensor]) -> ItemLayout:

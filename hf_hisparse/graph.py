@@ -236,7 +236,9 @@ class GraphedForward:
                 environment(),
                 cache.layout(),
             )
-            if key != self._key or not self._snapshot.in_place(model):
+            same = key == self._key and self._snapshot.in_place(model)
+            # A graph is replayed first, and this asked then.
+            if not same or (self._replay is None and not self._snapshot.holds()):
                 self._drop()
                 self._snapshot = Snapshot(model, tokens.device)
                 self._key, self._warm_ups = key, 2
@@ -264,19 +266,16 @@ class GraphedForward:
                 torch._foreach_copy_(list(self._inputs.values()), list(inputs.values()), non_blocking=True)
                 self._replay()
                 # While the device is busy. A step that was another model's is undone.
-                failed = not self._snapshot.holds()
-                if not failed:
-                    cache.advance()
-                    self.replayed += 1
-            else:
+                if not self._snapshot.holds():
+                    self._drop()
+            if self._replay is not None:
+                cache.advance()
+                self.replayed += 1
                 failed = False
         finally:
             cache.end_forward(failed)
         if failed:
-            self._drop()
             return self(cache, model, forward, args, kwargs)
-        if self._replay is None:
-            return forward(*args, **kwargs)
         return convert(self._output, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else cache)
 
     def _layers(self, cache: Stepping, model: Any) -> contextlib.AbstractContextManager[None]:

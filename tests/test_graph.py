@@ -776,6 +776,33 @@ def test_what_fails_to_be_captured_runs_eagerly(tiny, warned):
     assert caches[0].graphed.captured == 0
 
 
+@pytest.mark.parametrize("change", [change_parameter, add_adapter, change_module])
+def test_a_model_that_changed_is_captured_though_it_once_failed_to_be(change, warned):
+    model = make_model("llama")
+    caches = twins(model, "llama-rabitq")
+    recorder = caches[0].graphed.recorder
+    recorder.fail = RuntimeError("operation not permitted when stream is capturing")
+    follow(model, caches, 3)
+    recorder.fail = None
+    follow(model, caches, 2)
+    assert replays(caches[0]) == 0
+    change(model)
+    follow(model, caches, 3)
+    assert replays(caches[0]) == 2 and caches[0].graphed.captured == 1
+
+
+@pytest.mark.parametrize("change", [change_parameter, add_adapter, change_module])
+def test_a_model_that_changes_before_it_is_captured_is_warmed_up_anew(change):
+    model = make_model("llama")
+    caches = twins(model, "llama-rabitq")
+    follow(model, caches, 1)
+    change(model)
+    follow(model, caches, 1)
+    assert caches[0].graphed.captured == 0
+    follow(model, caches, 2)
+    assert replays(caches[0]) == 2 and caches[0].graphed.captured == 1
+
+
 def test_a_cpu_says_nothing(tiny, warned):
     model = tiny("llama")
     cache = HierarchicalSparseCache(model, **GQA, max_cache_len=300)

@@ -77,8 +77,21 @@ class HostStore:
         spare = 0 if self._spare is None else self._spare.nbytes
         return sum(held.values()) + spare + (0 if failed else self._next_bytes)
 
-    def reserve(self, items: int, layers: int = 1, besides: int = 0) -> None:
-        """Grows until `items` items a row fit, and prepares to grow further when they nearly fill it.
+    def reserve(self, items: int, layers: int = 1) -> None:
+        """`fit`, for a history that grows: where it nearly fills what there is, more is prepared.
+
+        Raises:
+            MemoryError: As `fit`.
+        """
+        # A quarter of a slab is 64 tokens or more, half a second of decoding.
+        if items > self.capacity:
+            self.fit(items, layers)
+        elif self._next is None and self.capacity - items < max(self.items_per_slab // 4, 1):
+            held = self.table.shape[1] - self.shared
+            self._prepare(max(min(held // 4, GROWTH_BYTES // (self.rows * self._slab_bytes)), 1))
+
+    def fit(self, items: int, layers: int = 1, besides: int = 0) -> None:
+        """Grows until `items` items a row fit.
 
         Args:
             items: Items a row.
@@ -89,11 +102,7 @@ class HostStore:
         Raises:
             MemoryError: If they cannot be made to fit. It says how much was asked for and is held; nothing is lost.
         """
-        held = self.table.shape[1] - self.shared
         if items <= self.capacity:
-            # A quarter of a slab is 64 tokens or more, half a second of decoding.
-            if self._next is None and self.capacity - items < max(self.items_per_slab // 4, 1):
-                self._prepare(max(min(held // 4, GROWTH_BYTES // (self.rows * self._slab_bytes)), 1))
             return
         if self._next is not None:
             # One that failed was not needed until now, and may have asked for more than is needed.
@@ -165,7 +174,7 @@ class HostStore:
             items: Items of the history.
             closed: Those before the one that the next token goes to.
             room: Items that the new one has room for at least.
-            layers: As for `reserve`.
+            layers: As for `fit`.
 
         Raises:
             MemoryError: If the new one's memory cannot be had. This one is as it was.
@@ -174,7 +183,7 @@ class HostStore:
         full, rest = self._split(items, closed)
         new.table, new.shared = self.table[:, :full].clone(), full
         new.runs = [self._cut(runs, 0, full) for runs in self.runs]
-        new.reserve(max(items, room), layers)
+        new.fit(max(items, room), layers)
         self.settle()
         if rest:
             new.write(self.read(items - rest, rest), items - rest)
@@ -190,7 +199,7 @@ class HostStore:
         Args:
             index: Rows.
             items, closed: As for `fork`.
-            layers: As for `reserve`.
+            layers: As for `fit`.
 
         Raises:
             MemoryError: If there are more rows and their memory cannot be had. Nothing has changed then.
@@ -227,7 +236,7 @@ class HostStore:
     def write_alike(
         self, items: Tensor, first: int, kinds: Sequence[int], closed: int, room: int, layers: int = 1
     ) -> None:
-        """Makes room and writes, as `reserve` and `write` do, rows some of which are the same: these share full slabs.
+        """Makes room and writes, as `fit` and `write` do, rows some of which are the same: these share full slabs.
 
         Those are put in before what is a row's alone, which stays as room.
 
@@ -244,7 +253,7 @@ class HostStore:
         slabs = full - begin if len(items) < self.rows else 0
         count, nbytes = slabs * self.items_per_slab, len(items) * slabs * self._slab_bytes
         if room - count > self.capacity:
-            self.reserve(room - count, layers, nbytes)
+            self.fit(room - count, layers, nbytes)
         if slabs:
             self._allocate(nbytes, layers, partial(self._make_spare, nbytes))
             assert self._spare is not None
@@ -287,7 +296,7 @@ class HostStore:
         """
         full, _ = self._split(items, closed)
         if full < self.shared:
-            self.reserve(max(room, items) + (self.shared - full) * self.items_per_slab, layers)
+            self.fit(max(room, items) + (self.shared - full) * self.items_per_slab, layers)
 
     def cut(self, items: int, closed: int, room: int = 0, layers: int = 1) -> bool:
         """Only the first `items` items are needed from here on. Whether the table moved.
@@ -297,7 +306,7 @@ class HostStore:
         Args:
             items, closed: As for `fork`.
             room: Items that there is room for at least, afterwards.
-            layers: As for `reserve`.
+            layers: As for `fit`.
 
         Raises:
             MemoryError: If there is no room to copy the slab being filled. Nothing has changed then.
@@ -409,7 +418,7 @@ class HostStore:
             slab = torch.arange(self.shared, device=self.device) * self._slab_bytes
             first = torch.tensor([row.data_ptr() for row in items], device=self.device)
             self.table, self.runs = first.unsqueeze(1) + slab, [self._cut([row], 0, self.shared) for row in items]
-        self.reserve(max(count, room), layers)
+        self.fit(max(count, room), layers)
         kept = self.shared * self.items_per_slab
         self._write(items[:, kept:], kept, list(enumerate(self.runs)))
 
