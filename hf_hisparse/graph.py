@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache
 from transformers.utils import ModelOutput, logging
 
@@ -395,6 +396,15 @@ def has_address(tensor: Tensor) -> bool:
         return False
 
 
+def pieces(tensor: Any) -> list[Tensor]:
+    """What a tensor is made of: itself, or the tensors that its kind says hold its values, as quantised weights may."""
+    # What is spread over processes takes more than their kernels.
+    if not is_traceable_wrapper_subclass(tensor) or type(tensor).__module__.startswith("torch.distributed."):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return list(chain.from_iterable(pieces(getattr(tensor, name)) for name in names))
+
+
 class Snapshot:
     """Everything about a model that its kernels depend on: its modules, where their weights lie, its active adapters.
 
@@ -429,7 +439,10 @@ class Snapshot:
         self._sized = [*self.states, *(state[name] for state in self.states for name in tables)]
         self._tables = [table for table in self._sized[len(self.states) :] if table]
         self._members = list(chain.from_iterable(map(dict.values, self._tables)))
-        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        weights = [member for member in self._members if isinstance(member, Tensor)]
+        self._made = [weight for weight in weights if pieces(weight)[0] is not weight]
+        self._pieces = self._take_apart()
+        self._tensors = list(chain.from_iterable(map(pieces, weights)))
         for tensor in self._tensors:
             if tensor.device != device:
                 raise Uncapturable(f"not all of the model is on {device}, where its inputs are")
@@ -439,6 +452,9 @@ class Snapshot:
         self._adapters = [state for state in self.states if "_active_adapter" in state]
         self._addresses = self._locate()
         self._facts = self._read()
+
+    def _take_apart(self) -> list[Tensor]:
+        return list(chain.from_iterable(map(pieces, self._made)))
 
     def _locate(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._tensors))
@@ -476,9 +492,13 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether the model is otherwise as it was."""
-        members = list(chain.from_iterable(map(dict.values, self._tables)))
+        members, made = list(chain.from_iterable(map(dict.values, self._tables))), self._take_apart()
         return (
-            len(members) == len(self._members) and all(map(is_, members, self._members)) and self._read() == self._facts
+            len(members) == len(self._members)
+            and all(map(is_, members, self._members))
+            and len(made) == len(self._pieces)
+            and all(map(is_, made, self._pieces))
+            and self._read() == self._facts
         )
 
 

@@ -404,6 +404,39 @@ class Wrapped(torch.Tensor):
         return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **kwargs or {})
 
 
+class Flat(Wrapped):
+    """One that says what it is made of."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *args: Any) -> Flat:
+        return cls(inner["inner"])
+
+
+@pytest.mark.parametrize("change", ["values", "memory", "tensor", "weight"])
+def test_weights_that_are_made_of_others_are_captured_and_followed(change):
+    model: Any = make_model("llama")
+    projection = model.model.layers[0].mlp.up_proj
+    weight = Flat(projection.weight.detach().clone())
+    projection._parameters["weight"] = weight
+    caches = twins(model, "llama-rabitq")
+    follow(model, caches, 4)
+    assert replays(caches[0]) == 3
+    with torch.no_grad():
+        if change == "values":
+            weight.inner.mul_(0.5)
+        elif change == "memory":
+            weight.inner.data = weight.inner * 0.5
+        elif change == "tensor":
+            weight.inner = weight.inner * 0.5
+        else:
+            projection._parameters["weight"] = Flat(weight.inner * 0.5)
+    follow(model, caches, 4)
+    assert caches[0].graphed.captured == (1 if change == "values" else 2) and replays(caches[0]) > 5
+
+
 def test_weights_without_an_address_run_eagerly(warned):
     model: Any = make_model("llama")
     projection = model.model.layers[0].mlp.up_proj

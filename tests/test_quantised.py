@@ -46,5 +46,4 @@ def test_quantised_weights(method, model):
 
 
 def test_graphs_of_quantised_weights(model):
-    """Or none, where weights are tensors without an address."""
     follow(model, captured_and_eager(model, "llama-rabitq"), 5)
