@@ -545,6 +545,28 @@ def test_the_longest_history_has_its_memory_from_the_beginning(monkeypatch, name
     assert len(made) == layers and cache.stats().host_bytes == held
 
 
+@pytest.mark.parametrize("prompt", [20, 90], ids=["dense", "sparse"])
+def test_no_memory_is_had_beyond_the_longest_history(monkeypatch, prompt):
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 256)
+    asked, allocate = [], pinned.allocate_behind
+    monkeypatch.setattr(pinned, "allocate_behind", lambda *args: asked.append(args) or allocate(*args))
+    model, ids = make_model("llama"), random_ids(2, 100)
+    cache = HierarchicalSparseCache(model, **GQA, max_cache_len=100)
+    for _ in range(2):
+        forward(model, ids[:, :prompt], cache)
+        steps(model, ids[:, prompt:], cache)
+        assert len(asked) == len(cache.layers)
+        cache.reset()
+
+
+def test_steps_score_no_more_than_the_longest_history():
+    """Though its slabs have room for more."""
+    model = make_model("llama")
+    cache = HierarchicalSparseCache(model, **GQA, max_cache_len=100)
+    forward(model, random_ids(2, 90), cache)
+    assert all(layer.coordinator.memory.room > layer.coordinator.room == 100 for layer in cache.layers)
+
+
 @pytest.mark.parametrize("call", [0, 1, 3])
 @pytest.mark.parametrize("prompt", [20, 60], ids=["dense", "sparse"])
 def test_no_memory_for_the_longest_history(prompt, call):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from hf_hisparse import config, ops
 from hf_hisparse.memory import pinned
 from hf_hisparse.ops import cuda, heuristics
 from hf_hisparse.ops.heuristics import SwapInShape
-from hf_hisparse.ops.reference import MAX_SLOTS
+from hf_hisparse.ops.reference import MAX_SLOTS, ROTATION_SIGNS
 
 
 gpu = pytest.mark.gpu
@@ -511,6 +513,43 @@ def test_every_kernel_waits_for_the_one_before(name):
     """Before it reads or writes: a kernel that did not would be wrong once in a while."""
     source = (cuda.source_directory() / f"{name}.cu").read_text()
     assert re.findall(r"\n\) \{\n(.*)\n", source[source.index('extern "C"') :]) == ["    await_previous();"]
+
+
+@pytest.mark.parametrize("name", ["ops/triton.py", "backends/triton.py"])
+def test_every_triton_kernel_waits_for_the_one_before(name):
+    tree = ast.parse((Path(cuda.__file__).parents[1] / name).read_text())
+    kernels = [node for node in tree.body if isinstance(node, ast.FunctionDef) and "triton.jit" in decorators(node)]
+    assert kernels and all(ast.unparse(kernel.body[0]) == "await_previous(DEPENDENT)" for kernel in kernels)
+    launches = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+    assert len(launches) == len(kernels) and all("**dependent(" in ast.unparse(launch) for launch in launches)
+
+
+def decorators(node: ast.FunctionDef) -> str:
+    return " ".join(map(ast.unparse, node.decorator_list))
+
+
+def test_sources_share_their_constants():
+    def source(name: str) -> str:
+        return (cuda.source_directory() / name).read_text()
+
+    signs = re.search(r"kSigns\[.*?= \{(.*?)\};", source("rotate.cuh"), re.DOTALL)
+    assert signs is not None
+    words = [int(word, 16) for word in re.findall(r"0x\w{8}", signs[1])]
+    assert words == [word for row in ROTATION_SIGNS for word in row]
+    assert f"kCentres = {heuristics.RABITQ_CENTRES};" in source("score_rabitq.cu")
+    assert f"kBlocks = {heuristics.MAX_CLUSTER};" in source("top_k.cu")
+
+
+def test_what_kernels_cannot_take_is_refused_before_a_launch(monkeypatch):
+    monkeypatch.setattr(cuda, "_falls_back", lambda *args: False)
+    scores, lengths = torch.rand(1, 8), torch.ones(1, dtype=torch.int64)
+    for selected in (scores, cuda.Weighed(scores.unsqueeze(1), torch.rand(1, 1, 1, 2), 8)):
+        with pytest.raises(ValueError, match=r"top_k: 4 of `scores` of shape \[1, 8\] are more than 2\^30"):
+            cuda._top_k(selected, 4, lengths, 1 << 27, 0, 0)
+    state = torch.zeros(1, 8, 2, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.float16), torch.zeros(1, 1, 16)
+    sums = torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="encode_rabitq: `block` must be a power of two, not 48"):
+        cuda.encode_rabitq(torch.zeros(1, 16), lengths, *state, *sums, 48)
 
 
 def test_append_threads():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_hisparse import ops
 from hf_hisparse.layout import select_rows
+from hf_hisparse.ops.reference import valid_tokens
 
 
 class Representations:
@@ -207,10 +208,9 @@ class KeyScoring(SparseAlgorithm):
         """Keys `[rows, tokens, width]` from token `start` on, as `[rows, n, size, width]`, and which are valid."""
         rows, tokens, width = keys.shape
         n = -(-tokens // size)
-        valid = start + torch.arange(n * size, device=keys.device) < lengths.unsqueeze(1)
         padded = keys.new_zeros(rows, n * size, width)
         padded[:, :tokens] = keys
-        return padded.view(rows, n, size, width), valid.view(rows, n, size)
+        return padded.view(rows, n, size, width), valid_tokens(n * size, lengths - start).view(rows, n, size)
 
     def construct_representations(self, keys: Tensor, start: int, lengths: Tensor, held: Tensor) -> None:
         size = self.granularity

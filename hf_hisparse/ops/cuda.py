@@ -563,8 +563,6 @@ def top_k(
         _check("top_k", "lengths", lengths, torch.int64, (rows,), scores.device)
     if page_size < 1:
         raise ValueError(f"top_k: `page_size` must be positive, not {page_size}")
-    if max(items * page_size, k) >= 1 << 30:
-        raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items, or tokens of them")
     return _top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens, blocks)
 
 
@@ -580,6 +578,8 @@ def _top_k(
     """The selection, of complete scores or of others, which are completed on the way if a block can hold them."""
     weights = scores.weights if isinstance(scores, Weighed) else scores
     rows, items, index = weights.shape[0], weights.shape[-1], weights.device.index
+    if max(items * page_size, k) >= 1 << 30:
+        raise ValueError(f"top_k: {k} of `scores` of shape {[rows, items]} are more than 2^30 items, or tokens of them")
     selection = torch.empty(rows, k, dtype=torch.int32, device=weights.device)
     if items == 0:
         return selection.fill_(-1)
