@@ -175,7 +175,7 @@ def test_the_most_draft_tokens_are_a_positive_number(tiny, value):
 
 # ---- crop ------------------------------------------------------------------------------------------------------------
 
-BATCH, TOP_K, WIDTH, BLOCK = 2, 24, 8, 8
+BATCH, TOP_K, WIDTH, BLOCK = 2, 24, 8, 16
 
 
 class Layer:
