@@ -685,6 +685,19 @@ class HierarchicalSparseCache(Cache):
         here = self.graphed is not None and device.type == self.graphed.recorder.device_type
         return here and tokens == 1 and self.decodes(tokens)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may begin before it is known to be needed: it is quick then to be begun, and can be undone."""
+        return self.graphed is not None and self._tracing is None and not self.has_other_layers
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether so many more tokens pass no limit and need no memory that is not there yet."""
+        length = self.get_seq_length() + tokens
+        limits = [limit for limit in (self._max_length, self.config.max_cache_len) if limit is not None]
+        return length <= min(limits, default=length) and all(
+            layer.coordinator.has_room(tokens) for _, layer in self._hierarchical
+        )
+
     def needs_masks(self, tokens: int) -> bool:
         """Whether a layer masks what `tokens` new tokens attend to: all do that attend densely. For any other it is
         enough to know the padding."""

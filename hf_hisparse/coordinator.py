@@ -281,6 +281,10 @@ class SparseCoordinator:
         """Whether to know the padding is not enough for `tokens` more tokens: dense attention is masked by itself."""
         return self.fits(tokens) or (tokens > 1 and not self.algorithm.selects_prompts)
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether so many more tokens need no memory that is not there yet."""
+        return self.length + tokens <= (self.top_k if self.memory is None else self.room)
+
     def reserve(self, tokens: int) -> None:
         """Makes room for `tokens` more. Raises `MemoryError`, with the history intact, if there is none."""
         if self.memory is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hisparse.deferred_stop import defer_stop_checks
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache, transformers_model
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.experts import Experts
@@ -224,6 +225,7 @@ def patch_model(model: nn.Module) -> ModelPatch:
                 raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
             decoder.__dict__[_ATTRIBUTE] = patch
         patch_forward(model)
+        defer_stop_checks()
     return patch
 
 

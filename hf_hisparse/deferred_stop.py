@@ -1,0 +1,82 @@
+"""Has `generate` begin a step before it knows whether the one before it was the last.
+
+After every token `generate` asks whether all sequences have ended, for which the host waits until the device is done.
+Then the device waits for the host, which has the next step to prepare. transformers can hear the answer a step late
+instead, and undo the step that was one too many (`DeferredStopCheck`), but does so on MPS alone. Here that is done for
+caches whose decode steps are replayed too: the host prepares the next step while the device runs this one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import utils
+
+
+_Check: Any = getattr(utils, "DeferredStopCheck", None)
+
+
+def runs_ahead(cache: Any, device: torch.device) -> bool:
+    """Whether a step of `generate` over a cache is begun before it is known to be needed."""
+    # The host of a CPU is never ahead of it.
+    return device.type != "cpu" and getattr(cache, "runs_ahead", False)
+
+
+if _Check is not None:
+
+    class DeferredStopCheck(_Check):
+        """transformers' own check, and for a cache that runs ahead one that leaves no trace of a step too many.
+
+        Of that, transformers undoes what `generate` returns. Here the cache forgets its token as well, and the random
+        numbers that sampling it took are drawn again, so that whatever comes after `generate` is the same. Streamers
+        hear of a token while the next one is computed.
+        """
+
+        def __new__(cls, input_ids: Tensor, max_length: int | None, cache: Any, *others: Any) -> Any:
+            if runs_ahead(cache, input_ids.device):
+                return super().__new__(cls)
+            return _Check(input_ids, max_length, cache, *others)
+
+        def __init__(
+            self, input_ids: Tensor, max_length: int | None, cache: Any, cache_is_returned: bool, streamer: Any = None
+        ):
+            # Not as one that is returned: then its new tokens would count as drafts.
+            super().__init__(input_ids, max_length, cache, False, streamer)
+            self.ahead, self._device = cache, input_ids.device
+            self._drawn: deque[Tensor] = deque(maxlen=2)
+            """The states of the random generator at the end of the last two steps."""
+
+        @staticmethod
+        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+            if not is_assistant and runs_ahead(cache, device):
+                return True
+            return _Check.is_supported(device, cache, cache_is_returned, is_assistant)
+
+        def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+            stopping = super().__call__(unfinished_sequences, tokens, length)
+            self._drawn.append(self._generator().get_state())
+            if stopping or self.ahead.has_room(1):
+                return stopping
+            # A step that might be refused, or that needs memory, is not begun in vain.
+            return bool(unfinished_sequences.max() == 0)
+
+        def finish(self) -> int:
+            too_many = super().finish()
+            if too_many:
+                self.ahead.crop(-too_many)
+                self._generator().set_state(self._drawn[0])
+            return too_many
+
+        def _generator(self) -> torch.Generator:
+            if self._device.type == "cpu":
+                return torch.default_generator
+            return torch.cuda.default_generators[self._device.index]
+
+
+def defer_stop_checks() -> None:
+    """Puts it in the place of transformers' own check, which it is for any other cache. Idempotent."""
+    if _Check is not None:
+        utils.DeferredStopCheck = DeferredStopCheck  # type: ignore[misc]

@@ -1,0 +1,287 @@
+"""Steps that `generate` begins before it knows that they are needed.
+
+On the CPU, where PyTorch has no events, steps are recorded and run again by `Rerun`, and an event is over at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import utils
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hisparse import HierarchicalSparseCache, deferred_stop
+from hf_hisparse.memory import host_store
+from tests import helpers
+from tests.helpers import GQA, METHODS, dense_cache, forward, random_ids, same_bits
+from tests.test_graph import graphed, model_of
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+gpu = pytest.mark.gpu
+PROMPT, NEW, PAD = 90, 60, 0
+ENDS = list(range(3, 6))
+"""One token in forty or so ends a sequence."""
+
+
+class Event:
+    def __init__(self, **kwargs: Any):
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Callable[[str], Any]:
+    """`model_of`, once a name. Leave it as it was."""
+    return functools.cache(model_of)
+
+
+@pytest.fixture(params=METHODS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def new_cache(monkeypatch) -> Callable[..., Any]:
+    """Makes caches that run ahead."""
+    if helpers.DEVICE.type == "cpu":
+        monkeypatch.setattr(deferred_stop, "runs_ahead", lambda cache, device: getattr(cache, "runs_ahead", False))
+        monkeypatch.setattr(torch, "Event", Event)
+        return lambda model, options, longest=300: graphed(model, options, longest)
+    return lambda model, options, longest=300: HierarchicalSparseCache(model, **options, max_cache_len=longest)
+
+
+def waiting(model: nn.Module, options: dict[str, Any]) -> Any:
+    """A cache that does not."""
+    return HierarchicalSparseCache(model, **options, cuda_graph=False)
+
+
+class Count(LogitsProcessor):
+    """Counts forwards."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count += 1
+        return scores
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        assert not self.ended
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def say(model: Any, ids: Tensor, cache: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, int]:
+    """Samples until a token of `ENDS` or `NEW` tokens. Returns what `generate` does, and the forwards that it took."""
+    torch.manual_seed(seed)
+    count = Count()
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": NEW,
+        "do_sample": True,
+        "top_k": 0,
+        "eos_token_id": ENDS,
+        "pad_token_id": PAD,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "logits_processor": LogitsProcessorList([count]),
+    }
+    output = model.generate(ids, past_key_values=cache, **(options | kwargs))
+    return output, count.count
+
+
+def random_state() -> Tensor:
+    """The next numbers of the generator that sampling draws from."""
+    return torch.rand(4, device=helpers.DEVICE)
+
+
+def the_same(one: Any, two: Any) -> None:
+    assert torch.equal(one.sequences, two.sequences)
+    assert len(one.logits) == len(two.logits) == one.sequences.shape[1] - PROMPT
+    assert all(same_bits(a, b) for a, b in zip(one.logits, two.logits, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_too_many_leaves_no_trace(tiny, kind, batch, new_cache):
+    """Not in what is returned, in the cache, in what goes on from it, or in the random numbers that are drawn next."""
+    name, options = METHODS[kind]
+    model, ids, early = tiny(name), random_ids(batch, PROMPT), 0
+    for seed in range(6):
+        ahead, behind = new_cache(model, options), waiting(model, options)
+        found, forwards = say(model, ids, ahead, seed)
+        drawn = random_state()
+        expected, needed = say(model, ids, behind, seed)
+        the_same(found, expected)
+        assert torch.equal(drawn, random_state())
+        ended = found.sequences.shape[1] < PROMPT + NEW
+        assert forwards == needed + ended
+        early += ended
+        assert ahead.get_seq_length() == behind.get_seq_length() == found.sequences.shape[1] - 1
+        for t in range(4):
+            token = random_ids(batch, 1, seed=50 + t)
+            assert same_bits(forward(model, token, ahead), forward(model, token, behind))
+        turn = random_ids(batch, 9, seed=60)
+        assert same_bits(forward(model, turn, ahead), forward(model, turn, behind))
+    assert early > 0 and ahead.graphed.replayed > 0
+
+
+def test_a_conversation_goes_on(tiny, kind, new_cache):
+    name, options = METHODS[kind]
+    model = tiny(name)
+    caches = [new_cache(model, options, None), waiting(model, options)]
+    texts = [random_ids(1, PROMPT)] * 2
+    for turn in range(4):
+        outputs = [say(model, text, cache, turn)[0] for text, cache in zip(texts, caches, strict=True)]
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        texts = [torch.cat((output.sequences, random_ids(1, 20, seed=turn)), dim=1) for output in outputs]
+        caches = [copy.deepcopy(cache) for cache in caches] if turn == 2 and helpers.DEVICE.type != "cpu" else caches
+
+
+def test_the_state_before_is_what_a_step_begins_with(tiny, new_cache):
+    """New tokens are no drafts after it: several at once attend densely, as ever."""
+    model = tiny("llama")
+    cache = new_cache(model, GQA)
+    say(model, random_ids(1, PROMPT), cache)
+    assert not cache._drafting
+
+
+def test_streamers_hear_every_token_once(tiny, new_cache):
+    model, ids = tiny("llama"), random_ids(1, PROMPT)
+    lengths = set()
+    for seed in range(6):
+        heard = Heard()
+        output, _ = say(model, ids, new_cache(model, GQA), seed, streamer=heard)
+        assert heard.ended and heard.tokens == output.sequences[0].tolist()
+        lengths.add(output.sequences.shape[1])
+    assert len(lengths) > 1 and max(lengths) == PROMPT + NEW
+
+
+def test_no_step_is_taken_in_vain_that_might_be_refused(tiny, kind, new_cache):
+    """The last token that there is room for ends a sequence: the step after it would be an error."""
+    name, options = METHODS[kind]
+    model, ids = tiny(name), random_ids(1, PROMPT)
+    for seed in range(20):
+        expected, needed = say(model, ids, waiting(model, options), seed)
+        if PROMPT + 2 < expected.sequences.shape[1] < PROMPT + NEW:
+            break
+    length = expected.sequences.shape[1] - 1
+    cache = new_cache(model, options, length)
+    found, forwards = say(model, ids, cache, seed)
+    the_same(found, expected)
+    assert forwards == needed and cache.get_seq_length() == length
+    # With room for one more there is such a step.
+    found, forwards = say(model, ids, new_cache(model, options, length + 1), seed)
+    the_same(found, expected)
+    assert forwards == needed + 1
+
+
+class Full(Count):
+    """Notes which tokens come when a cache has no room for one more."""
+
+    def __init__(self, cache: Any):
+        super().__init__()
+        self.cache, self.at = cache, []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.count and not self.cache.has_room(1):
+            self.at.append(self.count)
+        return super().__call__(input_ids, scores)
+
+
+def test_no_memory_is_had_in_vain(tiny, new_cache, monkeypatch):
+    """Where a step needs more, it is known first whether there is to be one."""
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(host_store, "GROWTH_BYTES", 4096)
+    model, ids, tried = tiny("llama"), random_ids(1, PROMPT), 0
+    for seed in range(4):
+        behind = waiting(model, GQA)
+        full = Full(behind)
+        expected, _ = say(model, ids, behind, seed, eos_token_id=[], logits_processor=LogitsProcessorList([full]))
+        tokens = expected.sequences[0, PROMPT:].tolist()
+        for last in [at for at in full.at if tokens[at] not in tokens[:at]]:
+            ahead = new_cache(model, GQA, None)
+            found, forwards = say(model, ids, ahead, seed, eos_token_id=[tokens[last]])
+            assert found.sequences[0, PROMPT:].tolist() == tokens[: last + 1]
+            assert forwards == last + 1 and not ahead.has_room(1)
+            tried += 1
+    assert tried > 0
+
+
+def test_other_caches_are_left_to_transformers(tiny, new_cache):
+    model, ids = tiny("llama"), random_ids(1, PROMPT)
+    new_cache(model, GQA)
+    made: list[Any] = []
+    check = utils.StopCheck.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        made.append(type(self))
+        check(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils.StopCheck, "__init__", noted)
+        for cache in (dense_cache(model), waiting(model, GQA), new_cache(model, GQA)):
+            say(model, ids, cache)
+        with new_cache(model, GQA).record_trace():
+            pass
+        recorded = new_cache(model, GQA)
+        with recorded.record_trace():
+            say(model, ids, recorded)
+    assert made == [utils.StopCheck, utils.StopCheck, deferred_stop.DeferredStopCheck, utils.StopCheck]
+    # Where transformers takes a check of its own for another cache, it gets that.
+    options = (random_ids(1, 1).cpu(), 10, None, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Event", Event)
+        assert type(utils.DeferredStopCheck(*options)) is deferred_stop._Check
+    mps = torch.device("mps"), dense_cache(model), True, False
+    assert utils.DeferredStopCheck.is_supported(*mps) == deferred_stop._Check.is_supported(*mps)
+
+
+class Listening(Count):
+    """Has PyTorch refuse every wait for the device, from one step on to another."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.count in (10, 40):
+            torch.cuda.set_sync_debug_mode("error" if self.count == 10 else "default")
+        return super().__call__(input_ids, scores)
+
+
+@gpu
+@pytest.mark.parametrize("streamer", [None, Heard])
+def test_generate_does_not_wait_for_the_device(kind, streamer):
+    name, options = METHODS[kind]
+    model: Any = model_of(name).to("cuda")
+    ids = torch.randint(3, 100, (1, PROMPT), device="cuda")
+
+    def run(cache: Any) -> Any:
+        given = {} if streamer is None else {"streamer": streamer()}
+        processors = LogitsProcessorList([Listening()])
+        return say(model, ids, cache, eos_token_id=[], logits_processor=processors, **given)[0]
+
+    try:
+        found = run(HierarchicalSparseCache(model, **options, max_cache_len=300))
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            run(waiting(model, options))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.sequences.shape[1] == PROMPT + NEW
