@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hisparse import HierarchicalSparseCache, enable
 from hf_hisparse.algorithms import ALGORITHMS, KeyScoring, LightningIndexer, Quest, RaBitQ
+from hf_hisparse.algorithms.base import Representations
 from hf_hisparse.ops import reference
 from hf_hisparse.ops.reference import rotation, softmax_mass
 from tests.helpers import DEVICE, decode, generate, random_ids, same_bits
@@ -609,3 +611,41 @@ def test_a_class_is_an_algorithm(tiny):
         assert torch.equal(generate(model, ids, None, 5).sequences, chosen.sequences)
     with pytest.raises(TypeError, match="abstract"):
         HierarchicalSparseCache(model, algorithm=KeyScoring)
+
+
+# ---- growth ----------------------------------------------------------------------------------------------------------
+
+
+class Fails(TorchDispatchMode):
+    """Raises at the n-th operation within it."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at = at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.at -= 1
+        if self.at < 0:
+            raise torch.OutOfMemoryError("no memory")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("entries", [5, 6, 40])
+def test_growth_that_ends_midway_changes_nothing(entries):
+    """Kernels are given one capacity for all tensors of a representation."""
+    held = {name: torch.randn(2, 5, width) for name, width in (("low", 3), ("high", 3), ("scale", 1))}
+    for at in range(100):
+        representations = Representations()
+        representations.write({name: value.clone() for name, value in held.items()}, 0)
+        try:
+            with Fails(at):
+                representations.reserve(entries)
+        except torch.OutOfMemoryError:
+            capacity = 5
+        else:
+            capacity = entries
+        assert {tensor.shape[1] for tensor in representations.tensors.values()} == {capacity}
+        assert all(torch.equal(representations.first(5)[name], value) for name, value in held.items())
+        if capacity == entries:
+            break
+    assert at == 0 if entries == 5 else at > 5

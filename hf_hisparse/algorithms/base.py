@@ -27,7 +27,11 @@ class Representations:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def reserve(self, entries: int, like: dict[str, Tensor] | None = None) -> None:
-        """Makes room for just `entries` entries, keeping what is there, shaped as that is or as in `like`."""
+        """Makes room for just `entries` entries, keeping what is there, shaped as that is or as in `like`.
+
+        In all tensors or, if it ends midway, in none: a kernel takes them to have as many entries as one another.
+        """
+        wider = dict[str, Tensor]()
         for name, value in (self.tensors if like is None else like).items():
             held = self.tensors.get(name)
             size = 0 if held is None else held.shape[1]
@@ -35,7 +39,8 @@ class Representations:
                 grown = value.new_zeros(value.shape[0], entries, *value.shape[2:])
                 if held is not None:
                     grown[:, :size] = held
-                self.tensors[name] = grown
+                wider[name] = grown
+        self.tensors |= wider
 
     def first(self, entries: int) -> dict[str, Tensor]:
         """The first `entries` entries."""
