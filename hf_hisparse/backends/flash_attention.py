@@ -11,8 +11,8 @@ from hf_hisparse.layout import ItemLayout
 
 
 WIDTHS = (16, 32, 48, 64, 128)
-"""Elements of a key, and of a value, in a tile of 128 tokens. With others its tiles are of 144, 112 or 80 tokens, while it
-reads pages 128 at a time: with 96 elements its results were wrong (4.0.0b36, on an H200)."""
+"""Elements of a key, and of a value, in a tile of 128 tokens. With others its tiles are of 144, 112 or 80 tokens, while
+it reads pages 128 at a time: with 96 elements its results were wrong (4.0.0b36, on an H200)."""
 
 
 class FlashAttentionBackend(LibraryBackend):
