@@ -392,6 +392,43 @@ def test_selection_does_not_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
+# ---- Quest's boxes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(("rows", "width", "page_size"), [(3, 128, 16), (1, 1, 1), (2, 40, 5), (2, 1500, 32)])
+def test_boxes_are_the_least_and_the_most_of_a_page(rows, width, page_size, dtype, device):
+    """Of numbers, of infinite ones, and of what is no number; in rows whose pages are not as full as one another."""
+    tokens, ahead, source = 3 * page_size + 2, 2, generator(width)
+    keys = torch.randn(rows, tokens + ahead, width, generator=source)
+    kinds = torch.rand(keys.shape, generator=source)
+    keys[kinds < 0.02] = NAN
+    keys[(kinds > 0.02) & (kinds < 0.04)] = INF
+    keys[(kinds > 0.04) & (kinds < 0.06)] = -INF
+    keys = keys.to(dtype)
+    pages = (tokens + ahead) // page_size + 2
+    low, high = (torch.full((rows, pages, width), value, dtype=dtype, device=device) for value in (7.0, -7.0))
+    begin = torch.zeros(rows, dtype=torch.int64)
+    begin[-1] = ahead // page_size * page_size
+    for t in range(tokens):
+        at = begin + t
+        key = keys[torch.arange(rows), at]
+        ops.encode_quest(key.to(device), at.to(device), low, high, page_size)
+        for row in range(rows):
+            last = int(at[row])
+            first = last // page_size * page_size
+            held = keys[row, first : last + 1].double()
+            boxes = low[row, last // page_size].cpu().double(), high[row, last // page_size].cpu().double()
+            torch.testing.assert_close(boxes[0], held.amin(0), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(boxes[1], held.amax(0), rtol=0, atol=0, equal_nan=True)
+    # No other page is touched.
+    for row in range(rows):
+        first, end = int(begin[row]) // page_size, -(-(int(begin[row]) + tokens) // page_size)
+        for box, value in ((low, 7.0), (high, -7.0)):
+            assert bool((box[row, :first] == value).all()) and bool((box[row, end:] == value).all())
+
+
 # ---- RaBitQ's keys ---------------------------------------------------------------------------------------------------
 
 
@@ -463,6 +500,7 @@ def test_opcheck(device):
         else:
             arguments = (history.query, held["low"], held["high"], history.items, 4)
             opcheck(ops.score_quest, (*arguments, history.scale, lengths))
+            opcheck(ops.encode_quest, (history.query[:, 0], lengths - 1, held["low"], held["high"], 4))
             opcheck(ops.select_quest, (*arguments, history.scale, lengths, 5, 1, 2))
 
 

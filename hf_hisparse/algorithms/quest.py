@@ -25,8 +25,8 @@ class Quest(KeyScoring):
         empty = ~valid.any(2)
         return {"low": low.masked_fill(empty, 0), "high": high.masked_fill(empty, 0)}
 
-    def merge(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"low": torch.minimum(old["low"], new["low"]), "high": torch.maximum(old["high"], new["high"])}
+    def update_representations(self, key: Tensor, position: Tensor) -> None:
+        ops.encode_quest(key, position, *self._boxes, self.page_size)
 
     def bound(self, query: Tensor, items: int) -> Tensor:
         """The most that any key of a page can score, `[rows, group, items]` float32."""

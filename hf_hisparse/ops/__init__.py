@@ -11,6 +11,7 @@ import torch
 
 from hf_hisparse.ops.reference import (
     append,
+    encode_quest,
     encode_rabitq,
     in_pytorch,
     list_tokens,
@@ -27,6 +28,7 @@ from hf_hisparse.ops.reference import (
 
 __all__ = [
     "append",
+    "encode_quest",
     "encode_rabitq",
     "list_tokens",
     "merge_runs",
@@ -52,6 +54,13 @@ def _append(*args):
     from hf_hisparse.ops import cuda
 
     return cuda.append(*args)
+
+
+@encode_quest.register_kernel("cuda")
+def _encode_quest(*args):
+    from hf_hisparse.ops import cuda
+
+    return cuda.encode_quest(*args)
 
 
 @encode_rabitq.register_kernel("cuda")

@@ -57,6 +57,7 @@ KERNELS = (
     ("score_rabitq", ("BYTES=32",)),
     ("score_rabitq", ("BYTES=10",)),
     ("softmax_mass", ()),
+    ("encode_quest", ()),
     ("encode_rabitq", ("BYTES=16",)),
     ("encode_rabitq", ("BYTES=32",)),
 )
@@ -720,6 +721,38 @@ def score_quest(*arguments: Any) -> Tensor:
 def select_quest(*arguments: Any) -> Tensor:
     """`ops.select_quest` on a CUDA device."""
     return _select(reference.select_quest, _weigh_quest, arguments)
+
+
+def encode_quest(key: Tensor, position: Tensor, low: Tensor, high: Tensor, page_size: int) -> None:
+    """`ops.encode_quest` on a CUDA device. Positions must lie within `low` and `high`: that is not checked."""
+    reason = None
+    if key.dtype not in _DTYPES or low.dtype != key.dtype:
+        reason = f"encode_quest takes no {key.dtype} keys with boxes of {low.dtype}"
+    if _falls_back(key.device, reason):
+        return reference.in_pytorch(reference.encode_quest, key, position, low, high, page_size)
+    (rows, width), device, capacity = key.shape, key.device, low.shape[1]
+    key = key.contiguous()
+    _check("encode_quest", "position", position, torch.int64, (rows,), device)
+    _check("encode_quest", "low", low, key.dtype, (rows, capacity, width), device)
+    _check("encode_quest", "high", high, key.dtype, (rows, capacity, width), device)
+    if page_size < 1:
+        raise ValueError(f"encode_quest: `page_size` must be at least 1, not {page_size}")
+    if key.numel():
+        _launch(
+            _kernel("encode_quest", device.index),
+            rows,
+            min(MAX_THREADS, -(-width // 32) * 32),
+            0,
+            key.data_ptr(),
+            position.data_ptr(),
+            low.data_ptr(),
+            high.data_ptr(),
+            width,
+            capacity,
+            page_size,
+            _DTYPES[key.dtype],
+        )
+    return None
 
 
 def encode_rabitq(

@@ -487,6 +487,27 @@ def _(key, position, bits, scales, centres, total, count, block):
     return None
 
 
+@torch.library.custom_op("hf_hisparse::encode_quest", mutates_args=("low", "high"))
+def encode_quest(key: Tensor, position: Tensor, low: Tensor, high: Tensor, page_size: int) -> None:
+    """Widens the bounding box of the page that each row's new token lies in. A token that opens a page is its box.
+
+    Args:
+        key: `[rows, width]`.
+        position: `[rows]` int64, the token's index in the history.
+        low, high: As for `score_quest`, of the key's dtype.
+        page_size: Tokens a page.
+    """
+    rows, page = torch.arange(len(key), device=key.device), position // page_size
+    opens = (position % page_size == 0).unsqueeze(1)
+    for box, widened in ((low, torch.minimum), (high, torch.maximum)):
+        box[rows, page] = torch.where(opens, key, widened(box[rows, page], key))
+
+
+@encode_quest.register_fake
+def _(key, position, low, high, page_size):
+    return None
+
+
 TOKENS_UNPACKED = 1 << 14
 """Tokens whose bits are unpacked at a time: unpacked signs are 32 times the bits."""
 
