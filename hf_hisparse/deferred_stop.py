@@ -46,6 +46,8 @@ if _Check is not None:
             # Not as one that is returned: then its new tokens would count as drafts.
             super().__init__(input_ids, max_length, cache, False, streamer)
             self.ahead, self._device = cache, input_ids.device
+            self._replayed = cache.graphed.replayed
+            """Steps replayed before this one."""
             self._drawn: deque[Tensor] = deque(maxlen=2)
             """The states of the random generator at the end of the last two steps."""
 
@@ -58,9 +60,11 @@ if _Check is not None:
         def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
             stopping = super().__call__(unfinished_sequences, tokens, length)
             self._drawn.append(self._generator().get_state())
-            if stopping or self.ahead.has_room(1):
+            before, self._replayed = self._replayed, self.ahead.graphed.replayed
+            if stopping or (self._replayed > before and self.ahead.has_room(1)):
                 return stopping
-            # A step that might be refused, or that needs memory, is not begun in vain.
+            # A step that might be refused, that needs memory, or that the host is no faster with than the device, as
+            # where weights are offloaded, is not begun in vain.
             return bool(unfinished_sequences.max() == 0)
 
         def finish(self) -> int:
