@@ -178,6 +178,8 @@ class HierarchicalSparseCache(Cache):
         self._parameters: tuple[torch.dtype, torch.device] | None = None
         self._begun: tuple[int, list[tuple[Any, dict[str, Any]]]] | None = None
         """While a forward is under way: the length before it, and the sliding windows as they were."""
+        self._counted: int | None = None
+        """How many tokens count, if not all that are held do: the others go before anything else is done."""
         self._lost = ""
         """Why the history is lost, if it is."""
         self._recording = False
@@ -426,7 +428,9 @@ class HierarchicalSparseCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held. Those of a forward that is under way, or was interrupted, do not count."""
-        return super().get_seq_length(layer_idx) if self._begun is None else self._begun[0]
+        if self._begun is not None:
+            return self._begun[0]
+        return super().get_seq_length(layer_idx) if self._counted is None else self._counted
 
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
@@ -445,7 +449,7 @@ class HierarchicalSparseCache(Cache):
             else:
                 # What transformers' own layers keep of themselves when they are reset depends on its version.
                 self.layers[index] = fresh
-        self._begun, self._lost, self._drafting = None, "", False
+        self._begun, self._counted, self._lost, self._drafting = None, None, "", False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: `-n` for n of them."""
@@ -456,6 +460,9 @@ class HierarchicalSparseCache(Cache):
                 f"`crop` takes the number of tokens to remove as a negative number, not {tokens_to_remove}"
             )
         self._settle()
+        self._crop(tokens_to_remove)
+
+    def _crop(self, tokens_to_remove: int) -> None:
         # In all layers, before any is changed.
         for _, hierarchical in self._hierarchical:
             hierarchical.coordinator.prepare_crop(-tokens_to_remove)
@@ -464,10 +471,24 @@ class HierarchicalSparseCache(Cache):
         layers = sorted(self.layers, key=lambda layer: type(layer) in certain)
         self._change(layers, lambda layer: layer.crop(tokens_to_remove))
 
+    def crop_later(self, tokens_to_remove: int) -> None:
+        """`crop`, done when the cache is next used: one that is not is spared the time of some decode steps."""
+        self._settle()
+        self._counted = max(self.get_seq_length() + tokens_to_remove, 0)
+
     def _settle(self) -> None:
-        """Drops what a forward that was interrupted has left. Raises `ValueError` if the history is lost."""
+        """Drops what no longer counts, or what a forward that was interrupted has left.
+
+        Raises:
+            ValueError: If the history is lost.
+            MemoryError: If the memory that dropping takes cannot be had; all is as it was.
+        """
         self.end_forward(failed=True)
         self._check_lost()
+        if self._counted is not None:
+            # By nothing, if all was done but this was not noted.
+            self._crop(self._counted - super().get_seq_length())
+            self._counted = None
 
     def _change(self, layers: Iterable[Any], change: Callable[[Any], None]) -> None:
         """Changes layers, of which one that comes first may refuse. If it ends between two the history is lost."""
@@ -640,6 +661,7 @@ class HierarchicalSparseCache(Cache):
         if kwargs.get("use_cache") is False:
             # `generate` then gives the whole text again at every step.
             raise ValueError("`use_cache=False` is given beside a HierarchicalSparseCache; leave one of them out")
+        self._settle()
         self._drafts = self._count_drafts(kwargs)
         try:
             if self.graphed is None:
@@ -775,7 +797,7 @@ class HierarchicalSparseCache(Cache):
         """
         if self._tracing is not None:
             raise ValueError("`record_trace` is recording already; end that first")
-        self.end_forward(failed=True)
+        self._settle()
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         self._tracing = recorder = TraceRecorder()
         for coordinator in coordinators:
@@ -871,7 +893,7 @@ class HierarchicalSparseCache(Cache):
         device = sum(coordinator.device_bytes for coordinator in hierarchical)
         host = sum(coordinator.host_bytes for coordinator in hierarchical)
         return (
-            f"HierarchicalSparseCache({first.length} tokens x {max(first.batch, 1)}, {len(hierarchical)} of "
+            f"HierarchicalSparseCache({self.get_seq_length()} tokens x {max(first.batch, 1)}, {len(hierarchical)} of "
             f"{len(self.layers)} layers hierarchical, top_k={first.top_k}, {first.algorithm!r}, "
             f"{device / 2**20:.1f} MiB on the device, {host / 2**20:.1f} MiB on the host)"
         )

@@ -70,7 +70,7 @@ if _Check is not None:
         def finish(self) -> int:
             too_many = super().finish()
             if too_many:
-                self.ahead.crop(-too_many)
+                self.ahead.crop_later(-too_many)
                 self._generator().set_state(self._drawn[0])
             return too_many
 

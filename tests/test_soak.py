@@ -158,6 +158,7 @@ CHANGES: dict[str, tuple[int, Callable[[Any, HierarchicalSparseCache], Any]]] = 
     "outgrows": (39, lambda model, cache: forward(model, random_ids(2, 2, seed=5), cache)),
     "crop": (60, lambda model, cache: cache.crop(-7)),
     "crop to a dense history": (60, lambda model, cache: cache.crop(-33)),
+    "crop later": (60, lambda model, cache: (cache.crop_later(-7), cache.crop(0))),
     "reorder": (60, lambda model, cache: cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))),
     "reset": (60, lambda model, cache: cache.reset()),
 }

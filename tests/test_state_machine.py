@@ -64,6 +64,11 @@ def first_layer(kind: str, covered: bool) -> Any:
     return cut
 
 
+def settled(cache: HierarchicalSparseCache) -> bool:
+    """Whether layers hold nothing but what counts: no rest of a forward that failed, or of a crop for later."""
+    return cache._begun is None and cache._counted is None
+
+
 @dataclass
 class Held:
     """A cache, one that is given the same, and what both should hold."""
@@ -195,13 +200,14 @@ class Caches(RuleBasedStateMachine):
             self.take(held, self.draw(held.batch or batch, tokens, alike))
             self.take_steps(held, then)
 
-    @rule(which=which, remove=st.one_of(st.integers(0, 9), st.integers(0, LONGEST)), then=then)
-    def crop(self, which: int, remove: int, then: int) -> None:
+    @rule(which=which, remove=st.one_of(st.integers(0, 9), st.integers(0, LONGEST)), later=st.booleans(), then=then)
+    def crop(self, which: int, remove: int, later: bool, then: int) -> None:
         held = self.pick(which)
         # What is left has a token that is no padding.
         remove = remove if held.length - remove > WIDEST else held.length
-        for cache in (held.cache, held.twin):
-            cache.crop(-remove)
+        crop = held.cache.crop_later if later else held.cache.crop
+        crop(-remove)
+        held.twin.crop(-remove)
         if held.length == remove:
             self.forget(held)
         else:
@@ -309,13 +315,13 @@ class Caches(RuleBasedStateMachine):
         for held in getattr(self, "held", ()):
             assert held.cache.get_seq_length() == held.twin.get_seq_length() == held.length
             for layer in held.cache.layers:
-                if held.length and held.cache._begun is None:
+                if held.length and settled(held.cache):
                     assert (layer.coordinator.batch, layer.coordinator.length) == (held.batch, held.length)
 
     @invariant()
     def what_is_held_is_what_the_tokens_make(self) -> None:
         for held in getattr(self, "held", ()):
-            if not held.length or held.cache._begun is not None:
+            if not held.length or not settled(held.cache):
                 continue
             coordinator, seen = held.cache.layers[0].coordinator, held.mask.bool()
             found = [part.transpose(1, 2) for part in coordinator.history()]
@@ -329,7 +335,7 @@ class Caches(RuleBasedStateMachine):
         for held in getattr(self, "held", ()):
             for layer in held.cache.layers:
                 coordinator = layer.coordinator
-                if coordinator.memory is None or held.cache._begun is not None:
+                if coordinator.memory is None or not settled(held.cache):
                     continue
                 rows = coordinator.memory.rows
                 assert coordinator.lengths.tolist() == [held.length] * rows
