@@ -21,8 +21,7 @@ _Check: Any = getattr(utils, "DeferredStopCheck", None)
 
 def runs_ahead(cache: Any, device: torch.device) -> bool:
     """Whether a step of `generate` over a cache is begun before it is known to be needed."""
-    # The host of a CPU is never ahead of it.
-    return device.type != "cpu" and getattr(cache, "runs_ahead", False)
+    return device.type == "cuda" and getattr(cache, "runs_ahead", False)
 
 
 if _Check is not None:
@@ -30,7 +29,7 @@ if _Check is not None:
     class DeferredStopCheck(_Check):
         """transformers' own check, and for a cache that runs ahead one that leaves no trace of a step too many.
 
-        Of that, transformers undoes what `generate` returns. Here the cache forgets its token as well, and the random
+        What `generate` returns of it, transformers undoes. Here the cache forgets its token as well, and the random
         numbers that sampling it took are drawn again, so that whatever comes after `generate` is the same. Streamers
         hear of a token while the next one is computed.
         """

@@ -68,6 +68,10 @@ def waiting(model: nn.Module, options: dict[str, Any]) -> Any:
     return HierarchicalSparseCache(model, **options, cuda_graph=False)
 
 
+on_cuda = deferred_stop.runs_ahead
+"""As it is where no test stands in for it."""
+
+
 class Count(LogitsProcessor):
     """Counts forwards."""
 
@@ -268,8 +272,12 @@ def test_other_caches_are_left_to_transformers(tiny, new_cache):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Event", Event)
         assert type(utils.DeferredStopCheck(*options)) is deferred_stop._Check
-    mps = torch.device("mps"), dense_cache(model), True, False
-    assert utils.DeferredStopCheck.is_supported(*mps) == deferred_stop._Check.is_supported(*mps)
+    for cache in (dense_cache(model), HierarchicalSparseCache(model, **GQA)):
+        for device in ("cpu", "mps"):
+            asked = torch.device(device), cache, True, False
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(deferred_stop, "runs_ahead", on_cuda)
+                assert utils.DeferredStopCheck.is_supported(*asked) == deferred_stop._Check.is_supported(*asked)
 
 
 class Listening(Count):
