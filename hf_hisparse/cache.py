@@ -432,6 +432,16 @@ class HierarchicalSparseCache(Cache):
             return self._begun[0]
         return super().get_seq_length(layer_idx) if self._counted is None else self._counted
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """What a mask for so many new tokens spans: all tokens, from the first."""
+        self._drop_uncounted()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """New keys and values of a layer."""
+        self._drop_uncounted()
+        return super().update(*args, **kwargs)
+
     def reset(self) -> None:
         """Forgets the history. Its memory is kept for the next one."""
         if self._masks.settle():
@@ -485,6 +495,10 @@ class HierarchicalSparseCache(Cache):
         """
         self.end_forward(failed=True)
         self._check_lost()
+        self._drop_uncounted()
+
+    def _drop_uncounted(self) -> None:
+        """Drops what no longer counts. Of a model that is not patched, nothing else is heard before its forward."""
         if self._counted is not None:
             # By nothing, if all was done but this was not noted.
             self._crop(self._counted - super().get_seq_length())

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hisparse import HierarchicalSparseCache, deferred_stop
+from hf_hisparse import HierarchicalSparseCache, deferred_stop, unpatch_model
 from hf_hisparse.memory import host_store
 from tests import helpers
 from tests.helpers import GQA, METHODS, dense_cache, forward, random_ids, same_bits
@@ -138,8 +140,8 @@ def test_a_step_too_many_leaves_no_trace(tiny, kind, batch, new_cache):
         expected, needed = say(model, ids, behind, seed)
         the_same(found, expected)
         assert torch.equal(drawn, random_state())
-        # The first step is not replayed yet.
-        ended = found.sequences.shape[1] < PROMPT + NEW and needed > 2
+        # The first step is not replayed yet; on a GPU the second may not be either.
+        ended = found.sequences.shape[1] < PROMPT + NEW and ahead.graphed.replayed > 0
         assert forwards == needed + ended
         early += ended
         assert ahead.get_seq_length() == behind.get_seq_length() == found.sequences.shape[1] - 1
@@ -148,7 +150,7 @@ def test_a_step_too_many_leaves_no_trace(tiny, kind, batch, new_cache):
             assert same_bits(forward(model, token, ahead), forward(model, token, behind))
         turn = random_ids(batch, 9, seed=60)
         assert same_bits(forward(model, turn, ahead), forward(model, turn, behind))
-    assert early > 0 and ahead.graphed.replayed > 0
+    assert early > 0
 
 
 def test_a_conversation_goes_on(tiny, kind, new_cache):
@@ -188,7 +190,7 @@ def test_no_step_is_taken_in_vain_that_might_be_refused(tiny, kind, new_cache):
     model, ids = tiny(name), random_ids(1, PROMPT)
     for seed in range(20):
         expected, needed = say(model, ids, waiting(model, options), seed)
-        if PROMPT + 2 < expected.sequences.shape[1] < PROMPT + NEW:
+        if PROMPT + 4 < expected.sequences.shape[1] < PROMPT + NEW:
             break
     length = expected.sequences.shape[1] - 1
     cache = new_cache(model, options, length)
@@ -267,17 +269,155 @@ def test_other_caches_are_left_to_transformers(tiny, new_cache):
         with recorded.record_trace():
             say(model, ids, recorded)
     assert made == [utils.StopCheck, utils.StopCheck, deferred_stop.DeferredStopCheck, utils.StopCheck]
-    # Where transformers takes a check of its own for another cache, it gets that.
-    options = (random_ids(1, 1).cpu(), 10, None, False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Event", Event)
-        assert type(utils.DeferredStopCheck(*options)) is deferred_stop._Check
     for cache in (dense_cache(model), HierarchicalSparseCache(model, **GQA)):
-        for device in ("cpu", "mps"):
+        for device in ("cpu", "mps", "xpu"):
             asked = torch.device(device), cache, True, False
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(deferred_stop, "runs_ahead", on_cuda)
                 assert utils.DeferredStopCheck.is_supported(*asked) == deferred_stop._Check.is_supported(*asked)
+
+
+def test_where_transformers_defers_it_is_its_own_check(tiny, monkeypatch):
+    """For any other cache: whatever it is asked, it says and does the same."""
+    model, ids = tiny("llama"), random_ids(2, PROMPT)
+    if helpers.DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "Event", Event)
+    waiting(model, GQA)
+    for cls in (deferred_stop._Check, utils.DeferredStopCheck):
+        monkeypatch.setattr(cls, "is_supported", staticmethod(lambda *args, **kwargs: True))
+    found = []
+    for cls in (deferred_stop._Check, deferred_stop.DeferredStopCheck):
+        monkeypatch.setattr(utils, "DeferredStopCheck", cls)
+        for seed in range(4):
+            cache, heard = dense_cache(model), Heard()
+            output, forwards = say(model, ids, cache, seed, streamer=heard)
+            held, drawn = cache.get_seq_length(), random_state().tolist()
+            found.append((output.sequences.tolist(), forwards, heard.tokens, held, drawn))
+    assert found[:4] == found[4:]
+
+
+# Some transformers have an unpatched model with latents keep something else.
+@pytest.mark.parametrize("kind", ["llama-quest", "llama-rabitq"])
+def test_a_model_that_is_patched_no_longer_finds_no_trace(kind, new_cache):
+    name, options = METHODS[kind]
+    model, early = model_of(name), 0
+    for seed in range(6):
+        caches = new_cache(model, options), waiting(model, options)
+        lengths = [say(model, random_ids(1, PROMPT), cache, seed)[0].sequences.shape[1] for cache in caches]
+        early += lengths[0] < PROMPT + NEW
+        unpatch_model(model)
+        assert caches[0].get_mask_sizes(5, 0) == caches[1].get_mask_sizes(5, 0)
+        for turn in (5, 1):
+            assert same_bits(*(forward(model, random_ids(1, turn, seed=60), cache) for cache in caches))
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == lengths[0] + 5
+    assert early > 0
+
+
+class Raising(Heard):
+    """Ends a generation that it has heard enough of."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at = PROMPT + at
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.tokens) > self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("longest", "top_k"), [(300, 40), (None, 40), (None, PROMPT + 5)])
+@pytest.mark.parametrize("at", [0, 5, 30, NEW - 1])
+def test_a_streamer_that_raises(tiny, new_cache, monkeypatch, at, longest, top_k):
+    """The step that has begun meanwhile is undone: the last token that was heard is not in the cache yet, as ever."""
+    monkeypatch.setattr(host_store, "SLAB_BYTES", 1024)
+    monkeypatch.setattr(host_store, "GROWTH_BYTES", 1024)
+    model, ids, options = tiny("llama"), random_ids(1, PROMPT), GQA | {"top_k": top_k}
+    found = []
+    caches = new_cache(model, options, longest), waiting(model, options)
+    for cache in caches:
+        streamer = Raising(at)
+        with pytest.raises(KeyboardInterrupt):
+            say(model, ids, cache, eos_token_id=[], streamer=streamer)
+        drawn = random_state().tolist()
+        assert cache.get_seq_length() == len(streamer.tokens) - 1 == PROMPT + at
+        more, _ = say(model, torch.tensor([streamer.tokens], device=ids.device), cache, seed=1)
+        found.append((streamer.tokens, drawn, more.sequences.tolist()))
+    assert found[0] == found[1]
+    turn = random_ids(1, 9, seed=60)
+    assert same_bits(*(forward(model, turn, cache) for cache in caches))
+
+
+@pytest.mark.parametrize("limit", ["max_cache_len", "max_position_embeddings"])
+@pytest.mark.parametrize("room", [0, 1, 4, 20])
+def test_streamers_hear_the_last_token_before_a_step_that_is_refused(tiny, new_cache, room, limit):
+    model, ids, found = tiny("llama"), random_ids(1, PROMPT), []
+    longest = PROMPT + room if limit == "max_cache_len" else 300
+    caches = (
+        new_cache(model, GQA, longest),
+        HierarchicalSparseCache(model, **GQA, max_cache_len=longest, cuda_graph=False),
+    )
+    for cache in caches:
+        if limit != "max_cache_len":
+            cache._max_length = PROMPT + room
+        heard = Heard()
+        with pytest.raises(ValueError, match=limit):
+            say(model, ids, cache, eos_token_id=[], streamer=heard)
+        found.append((heard.tokens, cache.get_seq_length()))
+    assert found[0] == found[1] and len(found[0][0]) == PROMPT + room + 1
+
+
+def imported_anew() -> ModuleType:
+    """The module once more, as after a reload."""
+    spec = importlib.util.spec_from_file_location("deferred_stop_anew", deferred_stop.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_importing_it_anew_stacks_nothing(tiny, new_cache, monkeypatch):
+    model, ids = tiny("llama"), random_ids(1, PROMPT)
+    new_cache(model, GQA)
+    anew = imported_anew()
+    assert anew._Check is deferred_stop._Check
+    monkeypatch.setattr(anew, "runs_ahead", deferred_stop.runs_ahead)
+    for installed in (utils.DeferredStopCheck, anew.DeferredStopCheck):
+        monkeypatch.setattr(utils, "DeferredStopCheck", installed)
+        anew.defer_stop_checks()
+        assert utils.DeferredStopCheck is installed
+        for seed in range(4):
+            ahead, behind = new_cache(model, GQA), waiting(model, GQA)
+            found, _ = say(model, ids, ahead, seed)
+            drawn = random_state()
+            the_same(found, say(model, ids, behind, seed)[0])
+            assert torch.equal(drawn, random_state()) and ahead.get_seq_length() == behind.get_seq_length()
+
+
+def test_a_transformers_without_such_checks(monkeypatch):
+    monkeypatch.delattr(utils, "DeferredStopCheck")
+    imported_anew().defer_stop_checks()
+    assert not hasattr(utils, "DeferredStopCheck")
+
+
+def test_a_check_of_somebody_else(tiny, new_cache, monkeypatch):
+    """It is not replaced, and may be made of ours."""
+    model, ids = tiny("llama"), random_ids(1, 3)
+    new_cache(model, GQA)
+
+    class Other(utils.DeferredStopCheck):
+        pass
+
+    monkeypatch.setattr(utils, "DeferredStopCheck", Other)
+    ahead = new_cache(model, GQA)
+    assert utils.DeferredStopCheck is Other
+    monkeypatch.setattr(torch, "Event", Event)
+    for cache in (ahead, dense_cache(model), None):
+        made = [
+            Other(ids, 10, cache, False, None),
+            Other(input_ids=ids, max_length=10, cache=cache, cache_is_returned=False, streamer=None),
+        ]
+        assert all(type(check) is Other and check.max_length == 10 for check in made)
 
 
 class Listening(Count):
@@ -308,3 +448,35 @@ def test_generate_does_not_wait_for_the_device(kind, streamer):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found.sequences.shape[1] == PROMPT + NEW
+
+
+class Slow(Count):
+    """Has the device be late with every token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        with torch.cuda.device(input_ids.device):
+            torch.cuda._sleep(10_000_000)
+        return super().__call__(input_ids, scores)
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_on_another_device_than_the_current_one(kind):
+    name, options = METHODS[kind]
+    device = torch.device("cuda", 1)
+    model: Any = model_of(name).to(device)
+    ids, early = random_ids(1, PROMPT).to(device), 0
+    with torch.cuda.device(0):
+        for seed in range(6):
+            ahead = HierarchicalSparseCache(model, **options, max_cache_len=300)
+            outputs, heard = [], []
+            for cache in (ahead, waiting(model, options)):
+                streamer = Heard()
+                slow = LogitsProcessorList([Slow()])
+                outputs.append(say(model, ids, cache, seed, logits_processor=slow, streamer=streamer)[0])
+                heard.append(streamer.tokens)
+            the_same(*outputs)
+            assert heard[0] == heard[1] == outputs[0].sequences[0].tolist()
+            assert ahead.get_seq_length() == outputs[0].sequences.shape[1] - 1
+            early += outputs[0].sequences.shape[1] < PROMPT + NEW
+    assert early > 0
