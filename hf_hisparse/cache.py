@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
-from hf_hisparse import identity, plotting, storage
+from hf_hisparse import deferred_stop, identity, plotting, storage
 from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
@@ -667,6 +667,8 @@ class HierarchicalSparseCache(Cache):
 
     # ---- decode steps as a graph -------------------------------------------------------------------------------------
 
+    asked = staticmethod(deferred_stop.asked)
+
     def run_forward(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in place of a patched model's forward: that, or a graph of it."""
         if self._begun is not None:
@@ -676,13 +678,29 @@ class HierarchicalSparseCache(Cache):
             # `generate` then gives the whole text again at every step.
             raise ValueError("`use_cache=False` is given beside a HierarchicalSparseCache; leave one of them out")
         self._settle()
+        ended = self.asked(self)
         self._drafts = self._count_drafts(kwargs)
         try:
             if self.graphed is None:
-                return forward(*args, **kwargs)
-            return self.graphed(self, model, forward, args, kwargs)
+                output = forward(*args, **kwargs)
+            else:
+                output = self.graphed(self, model, forward, args, kwargs)
+        except Exception:
+            if ended is not None and ended():
+                raise deferred_stop.Ended from None
+            raise
         finally:
             self._drafts = 0
+        if ended is not None:
+            needed = False
+            try:
+                needed = not ended()
+            finally:
+                if not needed:
+                    self.crop_later(-1)
+            if not needed:
+                raise deferred_stop.Ended
+        return output
 
     def activate_past_recording(self) -> None:
         """Called by `generate` before it decodes with drafts, of which those that it rejects are cropped."""

@@ -5,10 +5,11 @@ On the CPU, where PyTorch has no events, steps are recorded and run again by `Re
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +60,7 @@ def kind(request) -> str:
 def new_cache(monkeypatch) -> Callable[..., Any]:
     """Makes caches that run ahead."""
     if helpers.DEVICE.type == "cpu":
-        monkeypatch.setattr(deferred_stop, "runs_ahead", lambda cache, device: getattr(cache, "runs_ahead", False))
+        monkeypatch.setattr(deferred_stop, "runs_ahead", lambda cache, device: deferred_stop.hears(cache))
         monkeypatch.setattr(torch, "Event", Event)
         return lambda model, options, longest=300: graphed(model, options, longest)
     return lambda model, options, longest=300: HierarchicalSparseCache(model, **options, max_cache_len=longest)
@@ -101,7 +102,7 @@ class Heard(BaseStreamer):
 def say(model: Any, ids: Tensor, cache: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, int]:
     """Samples until a token of `ENDS` or `NEW` tokens. Returns what `generate` does, and the forwards that it took."""
     torch.manual_seed(seed)
-    count = Count()
+    count, forwards, run = Count(), Count(), getattr(cache, "run_forward", None)
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": NEW,
@@ -113,8 +114,22 @@ def say(model: Any, ids: Tensor, cache: Any, seed: int = 0, **kwargs: Any) -> tu
         "output_logits": True,
         "logits_processor": LogitsProcessorList([count]),
     }
-    output = model.generate(ids, past_key_values=cache, **(options | kwargs))
-    return output, count.count
+
+    def counted(*args: Any) -> Any:
+        forwards.count += 1
+        return run(*args)
+
+    if run is None:
+        output = model.generate(ids, past_key_values=cache, **(options | kwargs))
+        return output, count.count
+    cache.run_forward = counted
+    try:
+        output = model.generate(ids, past_key_values=cache, **(options | kwargs))
+    finally:
+        del cache.run_forward
+    # Nobody is asked of a step too many.
+    assert "logits_processor" in kwargs or count.count == output.sequences.shape[1] - ids.shape[1]
+    return output, forwards.count
 
 
 def random_state() -> Tensor:
@@ -367,6 +382,82 @@ def test_streamers_hear_the_last_token_before_a_step_that_is_refused(tiny, new_c
     assert found[0] == found[1] and len(found[0][0]) == PROMPT + room + 1
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_error_of_a_step_too_many_is_none(tiny, new_cache, ends):
+    """And one of a step that is needed is raised, when the streamer has heard of the token before."""
+    model, ids = tiny("llama"), random_ids(1, PROMPT)
+    for seed in range(20):
+        expected, _ = say(model, ids, waiting(model, GQA), seed)
+        if PROMPT + 4 < expected.sequences.shape[1] < PROMPT + NEW:
+            break
+    tokens = expected.sequences[0].tolist()
+    cache, heard = new_cache(model, GQA, len(tokens) - 1), Heard()
+    cache.has_room = lambda tokens: True  # It goes on past the longest history.
+    if ends:
+        the_same(say(model, ids, cache, seed, streamer=heard)[0], expected)
+    else:
+        with pytest.raises(ValueError, match="max_cache_len"):
+            say(model, ids, cache, seed, streamer=heard, eos_token_id=[])
+    assert heard.tokens == tokens and cache.get_seq_length() == len(tokens) - 1
+
+
+class Asking(LogitsProcessor):
+    """Has another text written before every token."""
+
+    def __init__(self, write: Callable[[int], Any]):
+        self.write, self.texts = write, list[Any]()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        drawn = torch.get_rng_state()
+        if len(self.texts) < 12:
+            self.texts.append(self.write(len(self.texts)).sequences.tolist())
+        torch.set_rng_state(drawn)
+        return scores
+
+
+@pytest.mark.cpu
+def test_a_loop_within_a_loop(tiny, new_cache):
+    """Neither keeps the other from running ahead."""
+    model, ids = tiny("llama"), random_ids(1, PROMPT)
+    length, seed = next(
+        (length, seed)
+        for seed in range(40)
+        if 15 < (length := say(model, ids, waiting(model, GQA), seed)[0].sequences.shape[1] - PROMPT) < NEW
+    )
+    found, taken = [], []
+    for make in (functools.partial(new_cache, model, GQA), functools.partial(waiting, model, GQA)):
+
+        def write(number: int, make: Callable[[], Any] = make) -> Any:
+            return say(model, random_ids(1, PROMPT, seed=number), make(), number)[0]
+
+        asking, cache = Asking(write), make()
+        output, forwards = say(model, ids, cache, seed, logits_processor=LogitsProcessorList([asking]))
+        found.append((output.sequences.tolist(), asking.texts, cache.get_seq_length()))
+        taken.append(forwards)
+    assert found[0] == found[1] and taken == [length + 1, length]
+    assert len({len(text[0]) for text in found[0][1]}) > 2
+
+
+def test_the_loop_of_a_model_that_has_its_own(new_cache):
+    model, entered = model_of("llama"), []
+
+    @contextlib.contextmanager
+    def own() -> Iterator[None]:
+        entered.append(True)
+        yield
+        entered.append(False)
+
+    vars(model)[deferred_stop.LOOP] = own
+    say(model, random_ids(1, PROMPT), new_cache(model, GQA), 1)
+    assert entered == [True, False]
+    unpatch_model(model)
+    assert vars(model).pop(deferred_stop.LOOP) is own
+    new_cache(model, GQA)
+    assert deferred_stop.LOOP in vars(model)
+    unpatch_model(model)
+    assert deferred_stop.LOOP not in vars(model)
+
+
 def imported_anew() -> ModuleType:
     """The module once more, as after a reload."""
     spec = importlib.util.spec_from_file_location("deferred_stop_anew", deferred_stop.__file__)
@@ -381,10 +472,10 @@ def test_importing_it_anew_stacks_nothing(tiny, new_cache, monkeypatch):
     new_cache(model, GQA)
     anew = imported_anew()
     assert anew._Check is deferred_stop._Check
-    monkeypatch.setattr(anew, "runs_ahead", deferred_stop.runs_ahead)
+    monkeypatch.setattr(anew, "runs_ahead", lambda cache, device: anew.hears(cache))
     for installed in (utils.DeferredStopCheck, anew.DeferredStopCheck):
         monkeypatch.setattr(utils, "DeferredStopCheck", installed)
-        anew.defer_stop_checks()
+        anew.defer_stop_checks(model)
         assert utils.DeferredStopCheck is installed
         for seed in range(4):
             ahead, behind = new_cache(model, GQA), waiting(model, GQA)
@@ -396,8 +487,9 @@ def test_importing_it_anew_stacks_nothing(tiny, new_cache, monkeypatch):
 
 def test_a_transformers_without_such_checks(monkeypatch):
     monkeypatch.delattr(utils, "DeferredStopCheck")
-    imported_anew().defer_stop_checks()
-    assert not hasattr(utils, "DeferredStopCheck")
+    model = model_of("llama")
+    imported_anew().defer_stop_checks(model)
+    assert not hasattr(utils, "DeferredStopCheck") and deferred_stop.LOOP not in vars(model)
 
 
 def test_a_check_of_somebody_else(tiny, new_cache, monkeypatch):

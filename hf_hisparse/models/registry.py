@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hisparse.deferred_stop import defer_stop_checks
+from hf_hisparse.deferred_stop import defer_stop_checks, wait_for_stop_checks
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache, transformers_model
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.experts import Experts
@@ -185,11 +185,13 @@ def patch_forward(model: nn.Module) -> None:
     model = transformers_model(model)
     if not isinstance(vars(model).get("forward"), PatchedForward):
         vars(model)["forward"] = PatchedForward(model)
+    defer_stop_checks(model)
 
 
 def unpatch_forward(model: nn.Module) -> None:
     """Undoes `patch_forward`."""
     for module in model.modules():
+        wait_for_stop_checks(module)
         forward = vars(module).get("forward")
         if isinstance(forward, PatchedForward):
             if forward.held is None:
@@ -225,7 +227,6 @@ def patch_model(model: nn.Module) -> ModelPatch:
                 raise ValueError(f"`model` ({type(model).__name__}) cannot be patched: {'; '.join(reasons)}")
             decoder.__dict__[_ATTRIBUTE] = patch
         patch_forward(model)
-        defer_stop_checks()
     return patch
 
 
