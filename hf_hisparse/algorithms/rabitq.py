@@ -64,7 +64,7 @@ class RaBitQ(KeyScoring):
         # What is held stays, but in a first block that others are added to, or of which some that it was centred by are
         # forgotten.
         last = (held - 1) // self.block
-        stays = (last > 0) | ((begun <= lengths) & (lengths <= held))
+        stays = (last > 0) | ((begun <= lengths) & (lengths.clamp(max=self.block) <= held))
         self._fill(sums[row, newest], counts[row, newest], torch.where(stays, begun, lengths))
 
         means = mean_of_grains(sums, counts)
