@@ -331,7 +331,8 @@ ACTIONS = st.lists(
 @pytest.mark.parametrize("name", ["quest", "rabitq", "dsa"])
 @settings(max_examples=25)
 @given(number(60), ACTIONS, st.integers(0, 20), st.sampled_from([None, 400]))
-@example(10, [("steps", 8), ("steps", 7), ("turn", 1), ("crop", 1)], 9, None)  # A first block that is just full.
+@example(10, [("steps", 8), ("steps", 7), ("turn", 1), ("crop", 1)], 9, None)  # A first block that is just full,
+@example(11, [("steps", 8), ("steps", 6), ("turn", 1), ("crop", 1)], 10, None)  # and one that becomes so.
 def test_what_was_cropped_leaves_no_trace(name, prompt, actions, padding, capacity):
     """A history that took drafts and dropped them goes on as one that never saw them, bit for bit."""
     fills = {"rejected": None, "not a number": torch.nan, "infinite": torch.inf}

@@ -61,10 +61,12 @@ class RaBitQ(KeyScoring):
         # Rows may differ in which block is their newest.
         row, newest = torch.arange(len(keys), device=keys.device), (lengths - 1).clamp(min=0) // self.block - first
         begun = torch.zeros_like(lengths) if self.filling is None else self.filling[2]
-        # What is held stays, but in a first block that others are added to, or of which some that it was centred by are
-        # forgotten.
+        # What is held stays, but in a first block of which some that it was centred by are forgotten, or that others
+        # are added to. Once a decode step has added one it stays then too: were those others forgotten again, nobody
+        # would know what it was centred by.
         last = (held - 1) // self.block
-        stays = (last > 0) | ((begun <= lengths) & (lengths.clamp(max=self.block) <= held))
+        grows = lengths.clamp(max=self.block) > held
+        stays = (last > 0) | ((begun <= lengths) & ((held > begun) | ~grows))
         self._fill(sums[row, newest], counts[row, newest], torch.where(stays, begun, lengths))
 
         means = mean_of_grains(sums, counts)
