@@ -668,6 +668,7 @@ class HierarchicalSparseCache(Cache):
     # ---- decode steps as a graph -------------------------------------------------------------------------------------
 
     asked = staticmethod(deferred_stop.asked)
+    """What `run_forward` asks whether its forward is one too many."""
 
     def run_forward(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in place of a patched model's forward: that, or a graph of it."""
@@ -829,7 +830,7 @@ class HierarchicalSparseCache(Cache):
         """
         if self._tracing is not None:
             raise ValueError("`record_trace` is recording already; end that first")
-        self._settle()
+        self.end_forward(failed=True)
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         self._tracing = recorder = TraceRecorder()
         for coordinator in coordinators:

@@ -150,12 +150,3 @@ def defer_stop_checks(model: Any) -> None:
         utils.DeferredStopCheck = DeferredStopCheck  # type: ignore[misc]
     if not isinstance(vars(model).get(LOOP), DecodingLoop):
         vars(model)[LOOP] = DecodingLoop(model)
-
-
-def wait_for_stop_checks(model: Any) -> None:
-    """Undoes `defer_stop_checks`, as far as it is the model's."""
-    loop = vars(model).get(LOOP)
-    if isinstance(loop, DecodingLoop):
-        del vars(model)[LOOP]
-        if loop.held is not None:
-            vars(model)[LOOP] = loop.held

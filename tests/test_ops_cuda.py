@@ -550,6 +550,11 @@ def test_what_kernels_cannot_take_is_refused_before_a_launch(monkeypatch):
     sums = torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="encode_rabitq: `block` must be a power of two, not 48"):
         cuda.encode_rabitq(torch.zeros(1, 16), lengths, *state, *sums, 48)
+    key, boxes = torch.zeros(1, 16), (torch.zeros(1, 8, 16), torch.zeros(1, 8, 16))
+    with pytest.raises(ValueError, match="encode_quest: `page_size` must be at least 1, not 0"):
+        cuda.encode_quest(key, lengths, *boxes, 0)
+    with pytest.raises(ValueError, match=r"encode_quest: `high` must be contiguous .* of shape \[1, 8, 16\]"):
+        cuda.encode_quest(key, lengths, boxes[0], torch.zeros(1, 7, 16), 4)
 
 
 def test_append_threads():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hisparse.deferred_stop import defer_stop_checks, wait_for_stop_checks
+from hf_hisparse.deferred_stop import LOOP, DecodingLoop, defer_stop_checks
 from hf_hisparse.models.attention_interface import AttentionPatch, given_cache, transformers_model
 from hf_hisparse.models.dsa import LatentPatch
 from hf_hisparse.models.experts import Experts
@@ -181,7 +181,8 @@ def _run(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def patch_forward(model: nn.Module) -> None:
-    """Puts a `PatchedForward` in front of a transformers model, or of the one that an adapter's wrapper holds."""
+    """Puts a `PatchedForward` in front of a transformers model, or of the one that an adapter's wrapper holds, and a
+    `DecodingLoop` around its decoding."""
     model = transformers_model(model)
     if not isinstance(vars(model).get("forward"), PatchedForward):
         vars(model)["forward"] = PatchedForward(model)
@@ -191,13 +192,12 @@ def patch_forward(model: nn.Module) -> None:
 def unpatch_forward(model: nn.Module) -> None:
     """Undoes `patch_forward`."""
     for module in model.modules():
-        wait_for_stop_checks(module)
-        forward = vars(module).get("forward")
-        if isinstance(forward, PatchedForward):
-            if forward.held is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward.held
+        for name in ("forward", LOOP):
+            ours = vars(module).get(name)
+            if isinstance(ours, (PatchedForward, DecodingLoop)):
+                del vars(module)[name]
+                if ours.held is not None:
+                    vars(module)[name] = ours.held
 
 
 def patch_model(model: nn.Module) -> ModelPatch:
