@@ -12,18 +12,19 @@
 // depends on no order of threads.
 //
 // How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found 11, 11
-// and 10 bits at a time, from histograms in shared memory. Then every warp counts what it has above the threshold and
-// at it, and writes it behind what the warps before it have. Where all that share the bits known so far are needed, the
-// rest of the bits need not be found.
+// and 10 bits at a time, from histograms in shared memory, of which a block adds to those of all others what it has in
+// its own: most bins are empty. The search ends early where all that share the bits known so far are needed, or where
+// they are so few that they are told to all blocks one by one. Then every warp counts what it has above the threshold and
+// at it, and writes it behind what the warps before it have.
 //
 // Shape. A cluster of up to 8 blocks of 1024 threads takes a row (on an architecture without clusters, one block). A
 // warp owns a run of items. Up to 16384 items a block are kept in shared memory; of more, each pass reads the scores
 // anew.
 //
-// Cost, predicted (H200, one row of 131072 in 8 blocks, us): launch 2; 64 KiB of scores a multiprocessor and their
-// first histogram 2.5; three sums over the blocks of 16 KiB each at 1; two more histograms 0.6 each; counts 0.6; a
-// barrier 0.5; output 1.3. About 12. Measured: 14; of 8 rows of 65536 likewise. To complete the scores of 4 heads: their
-// partials 2, three more loads an item 2; measured, 5.
+// Cost (H200, 8 rows of 65536 in 8 blocks each, of 4 heads to be completed; us). Before, a block fetched every other's
+// bins, empty or not, which took 2.1 a round of three: 22 in all, of which the partials 2.9, the weights and the first
+// histogram 3.7, a barrier of the cluster 0.6. Predicted without: partials 2.9, weights 3.7, two rounds of 2, the
+// candidates and counts 1.6, output 1.1, start 1: 14.
 
 #include "cluster.cuh"
 #include "dependent_launch.cuh"
@@ -34,10 +35,12 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kBlocks = 8;                        // A cluster, at most: a power of two, as the number of blocks is.
+constexpr int kFew = 32;                          // Candidates that are told one by one: a lane takes one.
+constexpr int kEarly = 1;                         // Heads whose first weights are on their way while partials are summed.
 constexpr int kBatch = 8;                         // Scores that a thread has under way at once.
 constexpr int kHeld = 16384;                      // Items a block that fit shared memory, as in `heuristics`.
 constexpr int kBits = 11, kBins = 1 << kBits;     // Of a histogram.
-constexpr int kRounds = 3;
+constexpr int kLeast = 6;                         // Bits of any histogram, so that there are no more than five.
 static_assert(kBins == 2 * kThreads, "a thread sums two bins");
 
 constexpr unsigned kInfinity = 0xff800000u;  // What +inf becomes.
@@ -50,8 +53,11 @@ __device__ __forceinline__ unsigned ordered(float score) {
 }
 
 struct Scratch {
-    alignas(8) int bins[kRounds][kBins];
-    alignas(8) int taken[2];  // The block's items above the threshold, and at it.
+    alignas(8) int bins[kBins];    // Of the block's items.
+    alignas(8) int all[2][kBins];  // Of those of all blocks; rounds take turns.
+    alignas(8) int2 few[kBlocks][kFew];  // Of every block, its candidates, key and item, in any order.
+    int listed;                          // How many of its own the block has told.
+    int block_above[kBlocks], block_ties[kBlocks];  // Of every block, its items above the threshold, and at it.
     int sums[kWarps];
     int above[kWarps], ties[kWarps];
     int bin, need, count;
@@ -69,15 +75,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     int* __restrict__ selection, long long n_, long long k_, const long long* __restrict__ lengths,
     long long page_size_, long long sink_items, long long recent_tokens
 ) {
+    __shared__ Scratch scratch;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) scratch.bins[i] = scratch.all[0][i] = scratch.all[1][i] = 0;
+    if (threadIdx.x < kBlocks) scratch.block_above[threadIdx.x] = scratch.block_ties[threadIdx.x] = 0;
+    if (threadIdx.x == 0) scratch.listed = 0;
+    cluster_arrive();
     await_previous();
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
     const int blocks = cluster_blocks(), block = cluster_rank();
     const long long row = cluster_id();
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     selection += row * k_;
+    const long long length_ = lengths ? lengths[row] : 0;  // On its way with what comes next.
 
     extern __shared__ float2 shared[];
-    __shared__ Scratch scratch;
 #ifdef MASS
     const int group = static_cast<int>(group_), chunks = static_cast<int>(chunks_), chunk_shift = static_cast<int>(chunk_shift_);
     const int block_chunks = static_cast<int>(block_chunks_);
@@ -91,20 +102,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     unsigned* const held = reinterpret_cast<unsigned*>(shared);
 #endif
 
+    // ---- the items that the calling warp owns ----
+    const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
+    const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
+
+#ifdef MASS
+    // ---- what completes the scores ----
+    const int first_chunk = min(n, block * kWarps * run) >> chunk_shift;
+    float early[kEarly][kBatch];
+#pragma unroll
+    for (int head = 0; head < kEarly; ++head) {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            const int i = begin + lane + j * 32;
+            early[head][j] = head < group && i < end ? weights[head * n_ + i] : 0.0f;
+        }
+    }
+    const int own_chunks = min(block_chunks, chunks - first_chunk), own = group * own_chunks;
+    const auto largest_of = [&](int i) {
+        const int head = i / own_chunks;
+        return partials[static_cast<long long>(head) * chunks + first_chunk + i - head * own_chunks].x;
+    };
+    float largest = thread < own ? largest_of(thread) : 0.0f;  // On its way with the others.
+    sum_partials(partials, group, chunks, norms, norms + group);
+    for (int i = thread; i < own; i += kThreads) {
+        const int head = i / own_chunks;
+        if (i != thread) largest = largest_of(i);
+        factors[head * block_chunks + i - head * own_chunks] = factor_of(largest, norms[head]);
+    }
+#endif
+    __syncthreads();
+
     // ---- what can be selected, and what always is ----
     int candidates = n, sink = 0, recent = n;
     if (lengths) {
         // n pages are fewer than 2^30 tokens. (A division of 64 bits takes as long as a load.)
-        const unsigned length = static_cast<unsigned>(min(lengths[row], 0x7fffffffLL));
+        const unsigned length = static_cast<unsigned>(min(length_, 0x7fffffffLL));
         const unsigned page_size = static_cast<unsigned>(page_size_), newest = static_cast<unsigned>(recent_tokens);
         candidates = static_cast<int>(min((length + page_size - 1) / page_size, static_cast<unsigned>(n)));
         sink = static_cast<int>(sink_items);
         if (newest > 0) recent = static_cast<int>(min((length - min(length, newest)) / page_size, static_cast<unsigned>(n)));
     }
 
-    // ---- the items that the calling warp owns ----
-    const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
-    const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
     // Calls `body(item, key)` for each of them, a lane each, after `read` has fetched kBatch scores at once. All lanes take
     // part; what lies behind the end has key 0.
     const auto each_of = [&](auto read, auto body) {
@@ -120,21 +159,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         }
     };
 #ifdef MASS
-    const int first_chunk = min(n, block * kWarps * run) >> chunk_shift;
+    const auto add = [&](float (&score)[kBatch], const float (&weight)[kBatch], int head, int base) {
+        const float* const factor = factors + head * block_chunks - first_chunk;
+        if (norms[head].y > 0) {
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) score[j] += weight[j] * factor[min(base + j * 32, n - 1) >> chunk_shift];
+        }
+    };
     const auto read = [&](float (&score)[kBatch], int base) {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) score[j] = 0;
+        int head = 0;
+        if (base == begin + lane) {
+#pragma unroll
+            for (int first = 0; first < kEarly; ++first) {
+                if (first < group) add(score, early[first], head++, base);
+            }
+        }
 #pragma unroll 2
-        for (int head = 0; head < group; ++head) {
+        for (; head < group; ++head) {
             const float* const mine = weights + head * n_ + base;
-            const float* const factor = factors + head * block_chunks - first_chunk;
             float weight[kBatch];
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) weight[j] = base + j * 32 < end ? mine[j * 32] : 0.0f;
-            if (norms[head].y > 0) {
-#pragma unroll
-                for (int j = 0; j < kBatch; ++j) score[j] += weight[j] * factor[min(base + j * 32, n - 1) >> chunk_shift];
-            }
+            add(score, weight, head, base);
         }
     };
 #else
@@ -161,47 +209,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         }
     };
 
-    for (int i = thread; i < kRounds * kBins; i += kThreads) (&scratch.bins[0][0])[i] = 0;
-    if (thread < 2) scratch.taken[thread] = 0;
-#ifdef MASS
-    const int own_chunks = min(block_chunks, chunks - first_chunk), own = group * own_chunks;
-    const auto largest_of = [&](int i) {
-        const int head = i / own_chunks;
-        return partials[static_cast<long long>(head) * chunks + first_chunk + i - head * own_chunks].x;
-    };
-    float largest = thread < own ? largest_of(thread) : 0.0f;  // On its way with the others.
-    sum_partials(partials, group, chunks, norms, norms + group);
-    for (int i = thread; i < own; i += kThreads) {
-        const int head = i / own_chunks;
-        if (i != thread) largest = largest_of(i);
-        factors[head * block_chunks + i - head * own_chunks] = factor_of(largest, norms[head]);
-    }
-#endif
-    __syncthreads();
-
     // ---- the threshold: `need` of the keys whose bits from `shift` on equal it are selected, and all above ----
-    int shift = 32 - kBits, need = k, selected = k;
+    int shift = 32 - kBits, need = k, selected = k, candidates_left = 0;
     unsigned threshold = 0;
-    int* const bins = scratch.bins[0];
     each_of(read, [&](int i, unsigned key) {
         if (kept && i < end) keep[i - begin] = key;
-        atomicAdd(&bins[key >> (32 - kBits)], 1);  // Bin 0 has what is not to be selected, and nothing else.
+        atomicAdd(&scratch.bins[key >> (32 - kBits)], 1);  // Bin 0 has what is not to be selected, and nothing else.
     });
+    const int bin = kBins - 2 - 2 * thread;  // From the highest on, a thread takes two.
+    int bits = kBits;
     for (int round = 0;; ++round) {
+        __syncthreads();
+        int* const all = scratch.all[round & 1];
+        if (round == 0) cluster_wait();
+        // Two bins of the block for one of the others.
+        for (int i = thread; i < blocks << (bits - 1); i += kThreads) {
+            const int pair = i & ((1 << (bits - 1)) - 1), other = (block + (i >> (bits - 1))) & (blocks - 1);
+            const int2 own = *reinterpret_cast<int2*>(scratch.bins + 2 * pair);
+            if (own.x) add_shared(&all[2 * pair], other, own.x);
+            if (own.y) add_shared(&all[2 * pair + 1], other, own.y);
+        }
         cluster_sync();
-        // The bins over all blocks, from the highest on: a thread takes two.
-        const int bin = kBins - 2 - 2 * thread;
-        int2 counts[kBlocks];
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            counts[i] = i < blocks ? load_shared(&scratch.bins[round][bin], (block + i) & (blocks - 1)) : make_int2(0, 0);
-        }
-        int low = 0, high = 0;
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            low += counts[i].x;
-            high += counts[i].y;
-        }
+        int2* const of_all = reinterpret_cast<int2*>(all + bin);
+        const int2 counts = *of_all;
+        *of_all = *reinterpret_cast<int2*>(scratch.bins + bin) = make_int2(0, 0);  // For rounds to come.
+        int low = counts.x;
+        const int high = counts.y;
         if (round == 0 && bin == 0) low = 0;
         int before = low + high;
 #pragma unroll
@@ -230,39 +263,68 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         __syncthreads();
         threshold += scratch.bin;
         need = scratch.need;
-        if (shift == 0 || scratch.count == need) break;
-        const int bits = min(shift, kBits);
+        candidates_left = scratch.count;
+        if (shift == 0 || candidates_left == need || candidates_left <= kFew) break;
+        // As many as leave few: the fewer bins there are, the fewer have to be told.
+        bits = min(shift, min(kBits, max(kLeast, 32 - __clz(candidates_left / 8))));
         shift -= bits;
         threshold <<= bits;
-        int* const next = scratch.bins[round + 1];
         each([&](int, unsigned key) {
             const unsigned offset = (key >> shift) - threshold;  // A key that is 0 shares no bits with the threshold.
-            if (offset < 1u << bits) atomicAdd(&next[offset], 1);
+            if (offset < 1u << bits) atomicAdd(&scratch.bins[offset], 1);
         });
     }
 
     // ---- what lies before the calling warp's items ----
+    const bool few = candidates_left <= kFew && candidates_left > need;
     int above = 0, ties = 0;
-    each([&](int, unsigned key) {
+    each([&](int i, unsigned key) {
+        const bool is_tie = key >> shift == threshold;
         above += key >> shift > threshold;
-        ties += key >> shift == threshold;
+        ties += is_tie;
+        if (!few) return;
+        for (unsigned left = __ballot_sync(kAll, is_tie); left; left &= left - 1) {
+            const int owner = __ffs(left) - 1;
+            const int2 candidate = make_int2(static_cast<int>(__shfl_sync(kAll, key, owner)), __shfl_sync(kAll, i, owner));
+            const int place = __shfl_sync(kAll, lane == 0 ? atomicAdd(&scratch.listed, 1) : 0, 0);
+            if (lane < blocks) store_shared(&scratch.few[block][place], lane, candidate);
+        }
     });
     above = __reduce_add_sync(kAll, above);
     ties = __reduce_add_sync(kAll, ties);
     if (lane == 0) {
         scratch.above[warp] = above;
         scratch.ties[warp] = ties;
-        atomicAdd(&scratch.taken[0], above);
-        atomicAdd(&scratch.taken[1], ties);
     }
-    cluster_sync();
-    int2 earlier = make_int2(0, 0);
-    if (lane < block) earlier = load_shared(scratch.taken, lane);
-    if (lane < warp) {
-        earlier.x += scratch.above[lane];
-        earlier.y += scratch.ties[lane];
+    if (lane < blocks) {
+        add_shared(&scratch.block_above[block], lane, above);
+        add_shared(&scratch.block_ties[block], lane, ties);
     }
-    int above_before = __reduce_add_sync(kAll, earlier.x), ties_before = __reduce_add_sync(kAll, earlier.y);
+    cluster_sync();  // The last: what a block's shared memory is to hold is there.
+    int above_before = (lane < warp ? scratch.above[lane] : 0) + (lane < block ? scratch.block_above[lane] : 0);
+    int ties_before = (lane < warp ? scratch.ties[lane] : 0) + (lane < block ? scratch.block_ties[lane] : 0);
+    above_before = __reduce_add_sync(kAll, above_before);
+    ties_before = __reduce_add_sync(kAll, ties_before);
+    if (few) {
+        // A lane a candidate: the threshold becomes the key of the last one that is needed.
+        int2 mine = make_int2(0, 0);
+        for (int other = 0, place = lane; other < blocks && place >= 0; place -= scratch.block_ties[other++]) {
+            if (place < scratch.block_ties[other]) mine = scratch.few[other][place];
+        }
+        const unsigned key = mine.x;
+        int before = 0;
+        for (int i = 0; i < candidates_left; ++i) {
+            const unsigned other = __shfl_sync(kAll, key, i);
+            const int item = __shfl_sync(kAll, mine.y, i);
+            before += other > key || (other == key && item < mine.y);
+        }
+        const unsigned last = __ballot_sync(kAll, lane < candidates_left && before == need - 1);
+        threshold = __shfl_sync(kAll, key, __ffs(last) - 1);
+        shift = 0;
+        need -= __popc(__ballot_sync(kAll, key > threshold));
+        above_before += __popc(__ballot_sync(kAll, key > threshold && mine.y < begin));
+        ties_before = __popc(__ballot_sync(kAll, key == threshold && mine.y < begin));
+    }
 
     // ---- write them ----
     const unsigned lanes_before = (1u << lane) - 1;
@@ -278,5 +340,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         ties_before += __popc(is_tie);
     });
     for (int i = selected + block * kThreads + thread; i < k; i += blocks * kThreads) selection[i] = -1;
-    cluster_sync();  // A block's shared memory stays until the others have read it.
 }

@@ -85,8 +85,8 @@ class SparseCoordinator:
         self.recent: tuple[Tensor, ...] | None = None
         self.algorithm: Any = algorithm()
         self._counts: Any = None
-        """`[2, rows]` int64: the position of each row's newest token, and its tokens. Both, since a branch of a step's
-        graph may still ask for the one when others ask for the other."""
+        """`[2, rows]` int64: each row's tokens, and one more: the position of the token that comes next, and the tokens
+        there are with it. So a step begins without counting, and counts when nothing waits for it."""
         self._branch = Branch()
 
     def reset(self) -> None:
@@ -446,12 +446,12 @@ class SparseCoordinator:
 
     @property
     def lengths(self) -> Tensor:
-        """`[rows]` int64, tokens that each row has."""
-        return self._counts[1]
+        """`[rows]` int64, tokens that each row has, before the step that is under way."""
+        return self._counts[0]
 
     def _count(self, lengths: Tensor) -> None:
         """Sets `lengths`, where they lie if there are as many."""
-        counts = torch.stack((lengths - 1, lengths))
+        counts = torch.stack((lengths, lengths + 1))
         if self._counts is not None and self._counts.shape == counts.shape and self._counts.device == counts.device:
             self._counts.copy_(counts)
         else:
@@ -487,7 +487,6 @@ class SparseCoordinator:
             self._spill(self.history(), mask)
         self._reserve(self.length + 1)
         rows = [part.detach().flatten(0, 2).contiguous() for part in parts]
-        self._counts += 1
         position, _ = self._counts
         # The selection does not depend on where the token lies, and is the longer part of the step.
         self._branch.run(self._store_token, position, *rows)
@@ -527,17 +526,20 @@ class SparseCoordinator:
         return first, total, padding or None
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
-        """The selection `[rows, k]` for queries `[rows, heads, width]`."""
+        """The selection `[rows, k]` for the queries `[rows, heads, width]` of the token that was appended."""
         items = self.memory.layout.items(max(self.room, self.length))
-        return self.algorithm.retrieve_topk(query, self.k, items, scale, self.lengths)
+        return self.algorithm.retrieve_topk(query, self.k, items, scale, self._counts[1])
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
-        """Swaps the selection in and attends to it; see `AttentionBackend.attend`."""
+        """Swaps the selection in and attends to it, which ends the step; see `AttentionBackend.attend`."""
         if self.selected is not None:
             self.selected.append(selection)
         self._branch.join()
         buffer, slots = self.memory.fetch(selection)
-        return self.backend.attend(query, buffer, slots, selection, self.lengths, self.memory.layout, scale, **kwargs)
+        _, lengths = self._counts
+        output = self.backend.attend(query, buffer, slots, selection, lengths, self.memory.layout, scale, **kwargs)
+        self._counts += 1
+        return output
 
     # ---- what transformers does with a cache -------------------------------------------------------------------------
 
