@@ -5,7 +5,7 @@
 //       float16; centres [rows, centre_capacity, width], of the query's dtype; lengths [rows] int64. The macro
 //       BYTES is width / 8, at most 32. `scale` multiplies logits and is in units of log2(e).
 // Out:  weights [rows, group, items] and partials [rows, group, units, 2] float32, as softmax.cuh reads them; tokens from
-//       lengths on have weight 0.
+//       lengths - unscored on have weight 0, whatever is, or is meanwhile written, where they lie.
 //
 // A token's logit is q . centre + scale_of_token * sum_i r_i s_i, with r the rotated query and s_i = 1 or -1. r is rounded to
 // integers of 24 bits (one less for a width above 128), in steps of its largest channel's 2^-23; with bits b_i = 0 or 1 the
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     const void* __restrict__ query, const unsigned char* __restrict__ bits, const unsigned short* __restrict__ scales,
     const void* __restrict__ centres, long long dtype, long long group_, long long capacity_,
     long long centre_capacity, long long block_shift, long long items_, long long page_size_, long long unit_items_,
-    double scale, const long long* __restrict__ lengths, float* __restrict__ weights, float2* __restrict__ partials,
-    long long units_, long long row_blocks
+    double scale, const long long* __restrict__ lengths, long long unscored, float* __restrict__ weights,
+    float2* __restrict__ partials, long long units_, long long row_blocks
 ) {
     await_previous();
     const int group = static_cast<int>(group_), capacity = static_cast<int>(capacity_);
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) score_rabitq(
     weights += head * items_;
     partials += head * units_;
 
-    const int end = static_cast<int>(min(min(lengths[row], items_ * page_size), capacity_));
+    const int end = static_cast<int>(min(min(lengths[row] - unscored, items_ * page_size), capacity_));
 
 #pragma unroll 1
     for (int unit = first_unit; unit < unit_end; ++unit) {

@@ -38,6 +38,7 @@ namespace {
 
 constexpr int kPerThread = 4;  // Selected items a thread of a planner holds.
 constexpr int kSlots = 4;      // Slots whose last_used a thread holds, where that is enough of them.
+constexpr unsigned kLine = 128;  // Bytes of a line of the L2 cache.
 constexpr int kBinBits = 8, kBins = 1 << kBinBits;  // Of the histogram of last_used.
 
 // What other blocks of the launch write and read meanwhile.
@@ -372,6 +373,11 @@ __device__ __forceinline__ void copy_direct(const Row& row, const Pieces& pieces
 #ifndef WITHOUT_COPY
     if (bulk && missed) mover.load(from, bytes);
 #endif
+    if (item >= 0 && !missed) {
+        // The misses keep the link busy, not the device's memory: what attention reads next comes to L2 meanwhile.
+        const unsigned long long there = pieces.target(row, entry & kSlotMask, piece);
+        for (unsigned byte = 0; byte < bytes; byte += kLine) prefetch(reinterpret_cast<const void*>(there + byte));
+    }
     // Only the block's movers are here. What was read has come: it decided what was done.
     asm volatile("bar.sync 1, %0;" ::"r"(movers) : "memory");
     if (threadIdx.x == 0) arrive(row, per_row + 1, now, false);

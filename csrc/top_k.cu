@@ -57,7 +57,7 @@ struct Scratch {
     alignas(8) int all[2][kBins];  // Of those of all blocks; rounds take turns.
     alignas(8) int2 few[kBlocks][kFew];  // Of every block, its candidates, key and item, in any order.
     int listed;                          // How many of its own the block has told.
-    int block_above[kBlocks], block_ties[kBlocks];  // Of every block, its items above the threshold, and at it.
+    alignas(8) int2 of_block[kBlocks];   // Of every block, its items above the threshold, and at it.
     int sums[kWarps];
     int above[kWarps], ties[kWarps];
     int bin, need, count;
@@ -77,16 +77,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 ) {
     __shared__ Scratch scratch;
     for (int i = threadIdx.x; i < kBins; i += kThreads) scratch.bins[i] = scratch.all[0][i] = scratch.all[1][i] = 0;
-    if (threadIdx.x < kBlocks) scratch.block_above[threadIdx.x] = scratch.block_ties[threadIdx.x] = 0;
+    if (threadIdx.x < kBlocks) scratch.of_block[threadIdx.x] = make_int2(0, 0);
     if (threadIdx.x == 0) scratch.listed = 0;
     cluster_arrive();
-    await_previous();
     const int n = static_cast<int>(n_), k = static_cast<int>(k_);
     const int blocks = cluster_blocks(), block = cluster_rank();
     const long long row = cluster_id();
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     selection += row * k_;
-    const long long length_ = lengths ? lengths[row] : 0;  // On its way with what comes next.
 
     extern __shared__ float2 shared[];
 #ifdef MASS
@@ -105,10 +103,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
     // ---- the items that the calling warp owns ----
     const int run = (n + blocks * kThreads - 1) / (blocks * kThreads) * 32;
     const int begin = min(n, (block * kWarps + warp) * run), end = min(n, begin + run);
+#ifdef MASS
+    const int first_item = min(n - 1, block * kWarps * run), item_end = min(n, first_item + kWarps * run);
+    const int first_chunk = first_item >> chunk_shift, own_chunks = ((item_end - 1) >> chunk_shift) + 1 - first_chunk;
+#endif
+
+    await_previous();
+    const long long length_ = lengths ? lengths[row] : 0;  // On its way with what comes next.
 
 #ifdef MASS
     // ---- what completes the scores ----
-    const int first_chunk = min(n, block * kWarps * run) >> chunk_shift;
     float early[kEarly][kBatch];
 #pragma unroll
     for (int head = 0; head < kEarly; ++head) {
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
             early[head][j] = head < group && i < end ? weights[head * n_ + i] : 0.0f;
         }
     }
-    const int own_chunks = min(block_chunks, chunks - first_chunk), own = group * own_chunks;
+    const int own = group * own_chunks;
     const auto largest_of = [&](int i) {
         const int head = i / own_chunks;
         return partials[static_cast<long long>(head) * chunks + first_chunk + i - head * own_chunks].x;
@@ -296,23 +300,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
         scratch.above[warp] = above;
         scratch.ties[warp] = ties;
     }
-    if (lane < blocks) {
-        add_shared(&scratch.block_above[block], lane, above);
-        add_shared(&scratch.block_ties[block], lane, ties);
+    __syncthreads();
+    if (warp == 0) {
+        above = __reduce_add_sync(kAll, scratch.above[lane]);
+        ties = __reduce_add_sync(kAll, scratch.ties[lane]);
+        if (lane < blocks) store_shared(&scratch.of_block[block], lane, make_int2(above, ties));
     }
     cluster_sync();  // The last: what a block's shared memory is to hold is there.
-    int above_before = (lane < warp ? scratch.above[lane] : 0) + (lane < block ? scratch.block_above[lane] : 0);
-    int ties_before = (lane < warp ? scratch.ties[lane] : 0) + (lane < block ? scratch.block_ties[lane] : 0);
+    int above_before = (lane < warp ? scratch.above[lane] : 0) + (lane < block ? scratch.of_block[lane].x : 0);
+    int ties_before = (lane < warp ? scratch.ties[lane] : 0) + (lane < block ? scratch.of_block[lane].y : 0);
     above_before = __reduce_add_sync(kAll, above_before);
     ties_before = __reduce_add_sync(kAll, ties_before);
     if (few) {
         // A lane a candidate: the threshold becomes the key of the last one that is needed.
         int2 mine = make_int2(0, 0);
-        for (int other = 0, place = lane; other < blocks && place >= 0; place -= scratch.block_ties[other++]) {
-            if (place < scratch.block_ties[other]) mine = scratch.few[other][place];
+        int place = lane;
+#pragma unroll
+        for (int other = 0; other < kBlocks; ++other) {
+            const int count = scratch.of_block[other].y;
+            if (0 <= place && place < count) mine = scratch.few[other][place];
+            place -= count;
         }
         const unsigned key = mine.x;
         int before = 0;
+#pragma unroll 4
         for (int i = 0; i < candidates_left; ++i) {
             const unsigned other = __shfl_sync(kAll, key, i);
             const int item = __shfl_sync(kAll, mine.y, i);

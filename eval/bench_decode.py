@@ -11,7 +11,8 @@
 - `dynamic`, `offloading`: transformers' `DynamicCache`, and the same with every layer fetched from host memory;
 - `static`: transformers' `StaticCache`, whose decode steps `generate` compiles and captures by itself;
 - `floor`: no cache but the forward of one token in a CUDA graph, over a static cache so short that attention costs next
-  to nothing: what is left of a step when all that a cache does is free.
+  to nothing: what is left of a step when all that a cache does is free;
+- `compiled-floor`: the same of a forward that was compiled as a whole, as the layers of `compiled` are.
 
 A step ends when its logits are there: a logits processor records a CUDA event (a few microseconds of the host; nothing
 waits for it), and times are between events. The first is that of the prompt. Every row has a run to warm up, then
@@ -59,7 +60,7 @@ from eval.common import DTYPES, TINY_MODELS, environment, load_model, quiet, wri
 from hf_hisparse import HierarchicalSparseCache, ops, unpatch_model
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.memory import Memory, pinned
-from hf_hisparse.models import cache_argument
+from hf_hisparse.models import cache_argument, regional
 from hf_hisparse.ops import cuda
 from hf_hisparse.trace import Trace
 
@@ -135,6 +136,9 @@ CACHES: dict[str, Callable[[Any, int, dict[str, Any]], Cache]] = {
     "static": lambda model, length, options: StaticCache(config=_text_config(model), max_cache_len=length),
 }
 """What makes each cache, from a model, the tokens that it is to hold, and the options of ours."""
+
+FLOORS = {"floor": False, "compiled-floor": True}
+"""Rows without a cache, and whether their forward is compiled."""
 
 OWN = "the algorithm's"
 """The selection of a run without a script."""
@@ -418,13 +422,13 @@ class Bench:
         self._clean()
         row = {"cache": name, "context": context, "batch": batch, "new_tokens": self.new_tokens}
         try:
-            return row | (self._floor(batch) if name == "floor" else self._measure(name, context, batch))
+            return row | (self._floor(name, batch) if name in FLOORS else self._measure(name, context, batch))
         except Exception as error:  # The rows that were measured, and those to come, do not depend on it.
             short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower()
             message = " ".join(str(error).split())[:300]
             return row | {"error": f"out of memory: {message}" if short else f"{type(error).__name__}: {message}"}
 
-    def _floor(self, batch: int) -> dict[str, Any]:
+    def _floor(self, name: str, batch: int) -> dict[str, Any]:
         if self.device.type != "cuda":
             raise ValueError("a CPU has no CUDA graphs")
         length, replays = 256, 100
@@ -432,17 +436,19 @@ class Bench:
         ids = torch.ones(batch, 1, dtype=torch.int64, device=self.device)
         position = torch.full((1, 1), length // 2, device=self.device)
 
-        def step() -> Tensor:
-            return self.model(ids, position_ids=position, use_cache=True, **{cache_argument(self.model): cache}).logits
+        def step(forward: Callable[..., Any]) -> None:
+            forward(ids, position_ids=position, use_cache=True, **{cache_argument(self.model): cache})
 
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         with torch.no_grad():
             with torch.cuda.stream(stream):
+                step(self.model)  # Makes what the cache holds.
+                forward = torch.compile(self.model, **regional.OPTIONS) if FLOORS[name] else self.model
                 for _ in range(3):
-                    step()
+                    step(forward)
             torch.cuda.synchronize(self.device)
             with torch.cuda.graph(graph, stream=stream):
-                step()
+                step(forward)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -618,7 +624,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=3, help="timed runs a row, after one that warms up")
-    parser.add_argument("--caches", nargs="+", choices=[*CACHES, "floor"], help="default: all that the device has")
+    parser.add_argument("--caches", nargs="+", choices=[*CACHES, *FLOORS], help="default: all that the device has")
     parser.add_argument(
         "--overlap", type=float, help="share of a selection that the next one keeps (default: the model's)"
     )
@@ -654,7 +660,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_budget * 2**30 / total), device)
     names = args.caches or (
-        [*CACHES, "floor"] if device.type == "cuda" else ["hierarchical", "resident", "dynamic", "static"]
+        [*CACHES, *FLOORS] if device.type == "cuda" else ["hierarchical", "resident", "dynamic", "static"]
     )
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     options = {name: getattr(args, name) for name in ("top_k", "buffer_size", "page_size", "algorithm", "backend")}

@@ -157,6 +157,7 @@ CACHES = {
     "offloading": "`DynamicCache(offloading=True)`",
     "static": "`StaticCache`, compiled",
     "floor": "none: a captured forward, hardly any attention",
+    "compiled-floor": "none: the same, compiled",
 }
 
 

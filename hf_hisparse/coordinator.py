@@ -86,7 +86,7 @@ class SparseCoordinator:
         self.algorithm: Any = algorithm()
         self._counts: Any = None
         """`[2, rows]` int64: each row's tokens, and one more: the position of the token that comes next, and the tokens
-        there are with it. So a step begins without counting, and counts when nothing waits for it."""
+        that there are with it. So a step need not count before it begins, and does so beside the swap-in."""
         self._branch = Branch()
 
     def reset(self) -> None:
@@ -446,7 +446,7 @@ class SparseCoordinator:
 
     @property
     def lengths(self) -> Tensor:
-        """`[rows]` int64, tokens that each row has, before the step that is under way."""
+        """`[rows]` int64, tokens that each row has, without one that was appended but is not attended to yet."""
         return self._counts[0]
 
     def _count(self, lengths: Tensor) -> None:
@@ -490,11 +490,14 @@ class SparseCoordinator:
         position, _ = self._counts
         # The selection does not depend on where the token lies, and is the longer part of the step.
         self._branch.run(self._store_token, position, *rows)
-        self.algorithm.update_representations(rows[0], position)
+        if not self.algorithm.beside:
+            self.algorithm.update_representations(rows[0], position)
         self.advance()
 
     def _store_token(self, position: Tensor, *rows: Tensor) -> None:
         self.memory.append(torch.cat(rows, dim=-1), position)
+        if self.algorithm.beside:
+            self.algorithm.update_representations(rows[0], position)
 
     def advance(self) -> None:
         """What a decode step changes on the host: everything that a graph, replayed, does not do."""
@@ -531,15 +534,18 @@ class SparseCoordinator:
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self._counts[1])
 
     def attend(self, query: Tensor, selection: Tensor, scale: float, **kwargs: Any) -> Tensor:
-        """Swaps the selection in and attends to it, which ends the step; see `AttentionBackend.attend`."""
+        """Swaps the selection in and attends to it; see `AttentionBackend.attend`. The token counts from here on."""
         if self.selected is not None:
             self.selected.append(selection)
         self._branch.join()
+        self._branch.run(self._count_one, self._counts)
         buffer, slots = self.memory.fetch(selection)
-        _, lengths = self._counts
-        output = self.backend.attend(query, buffer, slots, selection, lengths, self.memory.layout, scale, **kwargs)
-        self._counts += 1
-        return output
+        self._branch.join()
+        return self.backend.attend(query, buffer, slots, selection, self.lengths, self.memory.layout, scale, **kwargs)
+
+    @staticmethod
+    def _count_one(counts: Tensor) -> None:
+        counts += 1
 
     # ---- what transformers does with a cache -------------------------------------------------------------------------
 

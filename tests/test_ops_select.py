@@ -242,8 +242,13 @@ class History:
             representations.tensors = {name: tensor.to(device) for name, tensor in representations.tensors.items()}
         return self
 
-    def score(self) -> Tensor:
-        return self.algorithm.score(self.query, self.items, self.scale, self.lengths).cpu()
+    def score(self, unscored: int = 0) -> Tensor:
+        return self.algorithm.score(self.query, self.items, self.scale, self.lengths - unscored).cpu()
+
+    @property
+    def unscored(self) -> int:
+        """The newest tokens that a selection knows no score of."""
+        return int(self.algorithm.beside)
 
     def select(self, k: int) -> Tensor:
         return self.algorithm.retrieve_topk(self.query, k, self.items, self.scale, self.lengths).cpu()
@@ -301,9 +306,9 @@ def test_kernels_select_what_the_reference_selects_but_for_near_ties(case):
     history = History(case)
     on_device = History(case).on("cuda")
     k = min(history.items, max(history.algorithm.kept_items + 3, history.items // 40))
-    scores = history.score()
+    scores = history.score(history.unscored)
     rtol = 2 * history.exact[1]
-    torch.testing.assert_close(on_device.score(), scores, rtol=rtol, atol=1e-36)
+    torch.testing.assert_close(on_device.score(history.unscored), scores, rtol=rtol, atol=1e-36)
     for ours, theirs, score in zip(on_device.select(k).tolist(), history.select(k).tolist(), scores, strict=True):
         assert len(ours) == k and len(set(ours) - {-1}) == k - ours.count(-1)
         differ = sorted(set(ours) ^ set(theirs))
@@ -319,15 +324,37 @@ def test_scored_and_selected_at_once_is_the_best_of_the_scores(case, device):
     for k in (1, history.items // 3, history.items):
         if k >= history.algorithm.kept_items:
             window = history.lengths, history.algorithm.page_size, 4, 64
-            expected = ops.top_k(history.score().to(history.query.device), k, *window)
+            expected = ops.top_k(history.score(history.unscored).to(history.query.device), k, *window)
             assert torch.equal(history.select(k), expected.cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+@pytest.mark.parametrize("tokens", [511, 512, 513, 514])
+@pytest.mark.parametrize("method", [name for name, method in ALGORITHMS.items() if method.beside])
+def test_what_is_added_beside_a_selection_does_not_change_it(method, tokens, page_size, device):
+    """Also where the newest token opens a block, or has no code yet but what lay there before."""
+    history = History(Case(method, 2, 3, 32, tokens, page_size, BF16)).on(device)
+    algorithm, rows = history.algorithm, torch.arange(2, device=device)
+    k = algorithm.kept_items + 20
+    newest = history.lengths - 1
+    algorithm.filling[1].copy_((newest % algorithm.block).unsqueeze(1))
+    for name, value in (("bits", 0x5A), ("scale", NAN)):
+        algorithm.representations[name][rows, newest] = value
+    opens = newest % algorithm.block == 0
+    algorithm.centres["centre"][rows[opens], newest[opens] // algorithm.block] = NAN
+    before = history.select(k)
+    algorithm.update_representations(history.keys[rows.cpu(), newest.cpu()].to(device), newest)
+    assert not bool(algorithm.representations["scale"].isnan().any())
+    assert torch.equal(history.select(k), before)
+    assert bool((before == (newest // page_size).cpu().unsqueeze(1)).any(1).all())
 
 
 @gpu
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_scores_that_no_block_can_hold(method, monkeypatch):
     history = History(Case(method, 2, 2, 16, 40000, 1, F32)).on("cuda")
-    whole = history.algorithm.score(history.query, history.items, history.scale, history.lengths)
+    whole = history.score(history.unscored).cuda()
     scoring = history.query, history.items, history.scale, history.lengths
     monkeypatch.setattr(cuda, "top_k_blocks", lambda *_: 1)
     for k in (90, 3000):
@@ -494,7 +521,7 @@ def test_opcheck(device):
             centres = history.algorithm.centres["centre"]
             arguments = (history.query, held["bits"], held["scale"], centres, 256, history.items, 4)
             opcheck(ops.score_rabitq, (*arguments, history.scale, lengths))
-            opcheck(ops.select_rabitq, (*arguments, history.scale, lengths, 5, 1, 2))
+            opcheck(ops.select_rabitq, (*arguments, history.scale, lengths, 1, 5, 1, 2))
             key, state = history.query[:, 0], (held["bits"], held["scale"], centres, *history.algorithm.filling[:2])
             opcheck(ops.encode_rabitq, (key, history.lengths - 1, *state, 256))
         else:

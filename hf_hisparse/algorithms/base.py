@@ -78,6 +78,9 @@ class SparseAlgorithm(ABC):
 
     selects_prompts = False
     """Whether every token of a prompt has a selection of its own. If not, prompts are attended to densely."""
+    beside = False
+    """Whether a selection is the same before, while and after `update_representations` adds the newest token, which is
+    selected in any case. Then both run at once."""
 
     def __init__(self):
         self.representations = Representations()

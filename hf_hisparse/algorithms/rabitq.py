@@ -22,8 +22,11 @@ class RaBitQ(KeyScoring):
     arrives, so that bits never need recomputing. A sequence's first block is centred by its own mean.
 
     Keys are summed in fixed point. So a mean is that of its keys, however they came and whatever was forgotten since.
+
+    The newest token is attended to in any case. It has no score, so that it can be encoded beside the selection.
     """
 
+    beside = True
     page_size = 2
     granularity = 1
     block = 256
@@ -130,8 +133,8 @@ class RaBitQ(KeyScoring):
     def score(self, query: Tensor, items: int, *window: Any) -> Tensor:
         return ops.score_rabitq(query, *self._codes, items, self.page_size, *window)
 
-    def select(self, query: Tensor, items: int, *window: Any) -> Tensor:
-        return ops.select_rabitq(query, *self._codes, items, self.page_size, *window)
+    def select(self, query: Tensor, items: int, scale: float, lengths: Tensor, *window: Any) -> Tensor:
+        return ops.select_rabitq(query, *self._codes, items, self.page_size, scale, lengths, 1, *window)
 
     @property
     def _codes(self) -> tuple[Any, ...]:

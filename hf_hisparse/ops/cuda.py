@@ -645,13 +645,14 @@ def _score(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, 
     return reference.in_pytorch(op, *arguments) if weighed is None else _softmax_mass(weighed)
 
 
-def _select(op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, ...]) -> Tensor:
-    """An op that selects by scores, whose arguments come first and end in page size, scale and lengths."""
+def _select(
+    op: Any, weigh: Callable[..., Weighed | None], arguments: tuple[Any, ...], page_size: int, lengths: Tensor
+) -> Tensor:
+    """An op that selects by scores, whose arguments come first."""
     *scoring, k, sink_tokens, recent_tokens = arguments
     weighed = weigh(*scoring)
     if weighed is None:
         return reference.in_pytorch(op, *arguments)
-    page_size, _, lengths = scoring[-3:]
     return _top_k(weighed, k, lengths, page_size, sink_tokens, recent_tokens)
 
 
@@ -720,7 +721,7 @@ def score_quest(*arguments: Any) -> Tensor:
 
 def select_quest(*arguments: Any) -> Tensor:
     """`ops.select_quest` on a CUDA device."""
-    return _select(reference.select_quest, _weigh_quest, arguments)
+    return _select(reference.select_quest, _weigh_quest, arguments, arguments[4], arguments[6])
 
 
 def encode_quest(key: Tensor, position: Tensor, low: Tensor, high: Tensor, page_size: int) -> None:
@@ -817,8 +818,9 @@ def _weigh_rabitq(
     page_size: int,
     scale: float,
     lengths: Tensor,
+    unscored: int = 0,
 ) -> Weighed | None:
-    """The first half of RaBitQ's scores; None where the kernels cannot be had."""
+    """The first half of RaBitQ's scores, but of the `unscored` newest tokens; None where the kernels cannot be had."""
     rows, group, width = query.shape
     reason = None
     if query.dtype not in _DTYPES or centres.dtype != query.dtype:
@@ -879,6 +881,7 @@ def _weigh_rabitq(
         chunk_items,
         float(scale * _LOG2_E),
         lengths.data_ptr(),
+        unscored,
         weights.data_ptr(),
         partials.data_ptr(),
         units,
@@ -894,7 +897,7 @@ def score_rabitq(*arguments: Any) -> Tensor:
 
 def select_rabitq(*arguments: Any) -> Tensor:
     """`ops.select_rabitq` on a CUDA device."""
-    return _select(reference.select_rabitq, _weigh_rabitq, arguments)
+    return _select(reference.select_rabitq, _weigh_rabitq, arguments, arguments[6], arguments[8])
 
 
 def _launch(kernel: Kernel, *arguments: Any, cluster: int = 1) -> None:

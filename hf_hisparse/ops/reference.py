@@ -574,17 +574,21 @@ def select_rabitq(
     page_size: int,
     scale: float,
     lengths: Tensor,
+    unscored: int,
     k: int,
     sink_tokens: int,
     recent_tokens: int,
 ) -> Tensor:
-    """`top_k` of `score_rabitq`, whose arguments it takes."""
-    scores = score_rabitq(query, bits, scales, centres, block, items, page_size, scale, lengths)
+    """`top_k` of `score_rabitq`, whose arguments it takes, of all but the `unscored` newest tokens.
+
+    What is kept of those is not looked at: they may be encoded at the same time. To be selected they must be recent.
+    """
+    scores = score_rabitq(query, bits, scales, centres, block, items, page_size, scale, lengths - unscored)
     return top_k(scores, k, lengths, page_size, sink_tokens, recent_tokens)
 
 
 @select_rabitq.register_fake
-def _(query, bits, scales, centres, block, items, page_size, scale, lengths, k, sink, recent):
+def _(query, bits, scales, centres, block, items, page_size, scale, lengths, unscored, k, sink, recent):
     return query.new_empty(query.shape[0], k, dtype=torch.int32)
 
 
