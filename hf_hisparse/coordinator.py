@@ -71,6 +71,8 @@ class SparseCoordinator:
         self._make_layout, self._make_algorithm = layout, algorithm
         self.attending = False
         """Whether the layer's attention module is running and will hand its new tokens to this coordinator."""
+        self.ahead: Tensor | None = None
+        """What the module that is running has selected for a token that is yet to be appended."""
         self.selected: list[Tensor] | None = None
         """While a trace is recorded, what the forward under way has selected."""
 
@@ -115,7 +117,7 @@ class SparseCoordinator:
                 for, cannot be had.
         """
         new = copy.copy(self)
-        new.attending, new.selected, new._counts, new._branch = False, None, None, Branch()
+        new.attending, new.selected, new._counts, new._branch, new.ahead = False, None, None, Branch(), None
         new.algorithm = copy.deepcopy(self.algorithm)
         new._reserved = None
         if self._reserved is not None and self.capacity:
@@ -489,7 +491,10 @@ class SparseCoordinator:
         rows = [part.detach().flatten(0, 2).contiguous() for part in parts]
         position, _ = self._counts
         # The selection does not depend on where the token lies, and is the longer part of the step.
-        self._branch.run(self._store_token, position, *rows)
+        if self.ahead is None:
+            self._branch.run(self._store_token, position, *rows)
+        else:
+            self._store_token(position, *rows)
         if not self.algorithm.beside:
             self.algorithm.update_representations(rows[0], position)
         self.advance()
@@ -528,8 +533,21 @@ class SparseCoordinator:
         padding = self._padding_of(self.length, total, None if dense else mask, len(mask), mask.device)
         return first, total, padding or None
 
+    def grouped(self, query: Tensor) -> Tensor:
+        """The queries `[batch, heads, 1, width]` of one token by what they attend to, `[rows, group, width]`."""
+        return query.reshape(self.batch * self.heads, -1, query.shape[-1]).contiguous()
+
+    def retrieve_ahead(self, query: Tensor, scale: float) -> None:
+        """Begins `retrieve` before the token is appended, beside what is done until then, if the algorithm can."""
+        if self.algorithm.beside:
+            self._branch.run(lambda query: setattr(self, "ahead", self._retrieve(query, scale)), query)
+
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for the queries `[rows, heads, width]` of the token that was appended."""
+        ahead, self.ahead = self.ahead, None
+        return self._retrieve(query, scale) if ahead is None else ahead
+
+    def _retrieve(self, query: Tensor, scale: float) -> Tensor:
         items = self.memory.layout.items(max(self.room, self.length))
         return self.algorithm.retrieve_topk(query, self.k, items, scale, self._counts[1])
 

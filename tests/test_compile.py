@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, StaticCache
 
 from hf_hisparse import HierarchicalSparseCache, graph, patch_model, unpatch_model
+from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward
 from hf_hisparse.models import regional
 from tests.helpers import (
@@ -147,6 +150,40 @@ def test_layers_compiled_by_inductor_give_the_same_tokens(kind):
     assert cache.graphed.compiles and cache.graphed.replayed == 38
     assert torch.equal(found.sequences, expected.sequences)
     close(logits_of(found), logits_of(expected))
+
+
+@needs_compiler
+def test_a_selection_begins_before_key_and_value_are_projected():
+    model = model_of("llama")
+    cache, _ = twins(model, "llama-rabitq")
+    _, (code,) = run_and_get_code(lambda: step(model, random_ids(2, 1), cache))
+    code = code[code.index("def call") :]
+    named = re.findall(r"extern_kernels\.(mm|addmm)|hf_hisparse\.(layer_\w+)\.default\(", code)
+    order = ["projection" if projection else op for projection, op in named]
+    assert order[:5] == ["projection", "layer_retrieval", "projection", "projection", "layer_attention"]
+
+
+def test_a_selection_that_began_ends_with_its_forward(backend, monkeypatch):
+    model = make_model("llama")
+    cache, other = twins(model, "llama-rabitq")
+    failing = cache.layers[0].coordinator
+    append = SparseCoordinator.append
+
+    def fail(self: SparseCoordinator, *args: Any) -> None:
+        if self is failing:
+            assert self.ahead is not None
+            raise KeyboardInterrupt
+        append(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SparseCoordinator, "append", fail)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, random_ids(2, 1), cache)
+    assert failing.ahead is not None
+    for layer in other.layers:
+        layer.coordinator.crop(0)
+    cache.graphed.compiles = False
+    follow(model, (cache, other), 4)
 
 
 @needs_compiler

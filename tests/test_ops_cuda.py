@@ -512,7 +512,11 @@ def test_limits_are_one():
 def test_every_kernel_waits_for_the_one_before(name):
     """Before it reads or writes: a kernel that did not would be wrong once in a while."""
     source = (cuda.source_directory() / f"{name}.cu").read_text()
-    assert re.findall(r"\n\) \{\n(.*)\n", source[source.index('extern "C"') :]) == ["    await_previous();"]
+    [(parameters, body)] = re.findall(r'extern "C".*?\((?!kT|1024|256|32)(.*?)\n\) \{\n(.*?)\n\}', source, re.DOTALL)
+    before, *after = body.split("    await_previous();\n")
+    assert len(after) == 1
+    for pointer in re.findall(r"\*\s*(?:__restrict__ )?(\w+)", parameters):
+        assert not re.search(rf"\b{pointer}\[|\*{pointer}\b|\({pointer}\b", before)
 
 
 @pytest.mark.parametrize("name", ["ops/triton.py", "backends/triton.py"])

@@ -209,7 +209,7 @@ class AttentionPatch:
     def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
         """From here on this thread's new tokens go to a coordinator, by the attention function of that name."""
         self.leave()
-        coordinator.attending = True
+        coordinator.attending, coordinator.ahead = True, None
         with _changing:
             if not self._entered:
                 self._replace()
@@ -339,10 +339,9 @@ class AttentionPatch:
         """The decode step of one token."""
         batch, heads, _, width = query.shape
         scaling = width**-0.5 if scaling is None else scaling
-        kv_heads = key.shape[1]
         coordinator.append((key, value), mask)
-        grouped = query.reshape(batch * kv_heads, heads // kv_heads, width).contiguous()
+        grouped = coordinator.grouped(query)
         selection = coordinator.retrieve(grouped, scaling)
-        sinks = None if s_aux is None else s_aux.view(kv_heads, -1).repeat(batch, 1)
+        sinks = None if s_aux is None else s_aux.view(coordinator.heads, -1).repeat(batch, 1)
         output = coordinator.attend(grouped, selection, scaling, softcap=softcap, sinks=sinks)
         return output.view(batch, 1, heads, -1)

@@ -20,7 +20,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,8 +36,28 @@ from hf_hisparse.models.attention_interface import (
 from hf_hisparse.models.dsa import IndexerKeys, select
 
 
-OPTIONS: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_casts": True}}
-"""Arguments of `torch.compile`. Fused operations round where single ones do, so that a low precision gives the same."""
+class RetrieveFirst(CustomGraphPass):
+    """Puts what a selection does not need behind it, so that it runs beside the projections of key and value."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for retrieval in graph.find_nodes(op="call_function", target=torch.ops.hf_hisparse.layer_retrieval.default):
+            nodes, needed = list(graph.nodes), {retrieval}
+            for node in reversed(nodes[: nodes.index(retrieval) + 1]):
+                if node in needed:
+                    needed.update(node.all_input_nodes)
+                elif node.op != "placeholder":
+                    retrieval.append(node)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+OPTIONS: dict[str, Any] = {
+    "fullgraph": True,
+    # Fused operations round where single ones do, so that a low precision gives the same.
+    "options": {"emulate_precision_casts": True, "post_grad_custom_post_pass": RetrieveFirst()},
+}
+"""Arguments of `torch.compile`."""
 
 
 class _Running(NamedTuple):
@@ -61,12 +82,14 @@ def layer_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    retrieval: Tensor | None = None,
 ) -> Tensor:
     """The decode step of the layer that is being run: appends one token to its history, and attends to a selection.
 
     Args:
         query, key, value, scaling, softcap, s_aux, indices: As for the `attend` of the layer's patch.
         value_width: Elements of a head's output.
+        retrieval: What `layer_retrieval` gave for the query.
 
     Returns:
         `[batch, 1, heads, value_width]`.
@@ -80,9 +103,31 @@ def layer_attention(
 
 
 @layer_attention.register_fake
-def _(query, key, value, value_width, scaling, softcap=None, s_aux=None, indices=None):
+def _(query, key, value, value_width, scaling, softcap=None, s_aux=None, indices=None, retrieval=None):
     batch, heads, new, _ = query.shape
     return query.new_empty(batch, new, heads, value_width)
+
+
+@torch.library.custom_op("hf_hisparse::layer_retrieval", mutates_args=())
+def layer_retrieval(query: Tensor, scaling: float | None) -> Tensor:
+    """Has the layer that is being run begin its selection, of which the projections of key and value are no part.
+
+    Args:
+        query, scaling: As for `layer_attention`.
+
+    Returns:
+        One element, whatever it is, that `layer_attention` takes: the order of both is in the compiled code.
+    """
+    running = _running.get()
+    if query.shape[2] == 1:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        running.coordinator.retrieve_ahead(running.coordinator.grouped(query), scaling)
+    return query.new_empty(1)
+
+
+@layer_retrieval.register_fake
+def _(query, scaling):
+    return query.new_empty(1)
 
 
 @torch.library.custom_op("hf_hisparse::layer_selection", mutates_args=())
@@ -157,8 +202,10 @@ def compiled_attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"a hierarchical layer cannot serve attention with `{name}`")
     # With an indexer's selection come latents, which are wider than what they expand to.
-    width = value.shape[-1] if indices is None else module.v_head_dim
-    return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices), None
+    width, retrieval = module.v_head_dim if indices is not None else value.shape[-1], None
+    if indices is None:
+        retrieval = layer_retrieval(query, scaling)
+    return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices, retrieval), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(COMPILED, compiled_attention_forward)
