@@ -119,6 +119,17 @@ def test_quest_scores_are_the_softmax_of_the_bound():
         np.testing.assert_allclose(score[row].cpu().numpy(), mass(logits)[0], rtol=1e-4, atol=1e-6)
 
 
+# ---- the newest token ------------------------------------------------------------------------------------------------
+
+
+def test_who_does_anything_anew_is_run_beside_a_selection_only_if_it_says_so():
+    for name in ("score", "select", "retrieve_topk", "update_representations"):
+        anew = type("Anew", (RaBitQ,), {name: lambda self, *args: None})
+        assert not anew.beside and not type("Child", (anew,), {}).beside
+        assert type("Says", (RaBitQ,), {name: lambda self, *args: None, "beside": True}).beside
+    assert RaBitQ.beside and type("Wider", (RaBitQ,), {"block": 512}).beside and not Quest.beside
+
+
 # ---- RaBitQ ----------------------------------------------------------------------------------------------------------
 
 
@@ -422,7 +433,7 @@ def test_the_selection_is_the_kept_items_and_the_best_of_the_rest(data):
     filled(algorithm, keys, lengths)
     items = -(-tokens // page_size)
     selection = algorithm.retrieve_topk(query, k, items, SCALE, lengths)
-    scores = algorithm.score(query, items, SCALE, lengths).cpu()
+    scores = algorithm.score(query, items, SCALE, lengths - int(algorithm.beside)).cpu()
 
     assert selection.dtype == torch.int32 and selection.shape == (rows, min(k, items))
     for row, expected in enumerate(chosen(algorithm, scores, k, lengths)):
