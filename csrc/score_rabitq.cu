@@ -33,7 +33,9 @@
 //
 // Cost, predicted for the same (us): launch 2; the query 0.7, its rotation and digits 1.5; 65536 tiles of 60 instructions at
 // 2.5 a cycle and multiprocessor 7; the memory floor, 19 MB, is 4.5 and overlaps. About 11. Measured: 19, and 16 back to
-// back, with 90 instructions a tile; without the tiles 11.
+// back, with 90 instructions a tile; without the tiles 11. Tried without gain: blocks of 512 or 1024 threads, which rotate
+// less often; loading bits after the rotation; bits brought to L2 before the kernel may read, which delays what the one
+// before it still reads.
 
 #include "dependent_launch.cuh"
 #include "elements.cuh"

@@ -17,7 +17,7 @@
 //   it is missed, has its bytes under way before anybody knows its place, which the planner then writes to item_slot. A
 //   thread that comes so late that it finds the place there knows a miss by the step in the entry. (An entry 65536 steps
 //   old looks the same; the item is then copied over itself.) The clock, which that needs, is moved by whichever block of
-//   the row is last to have looked.
+//   the row is last to have looked. Of a hit the thread brings the bytes to L2.
 //   Listed (per_row = 0): planners publish what they missed, and a few blocks work through the lists of all rows, whatever
 //   the misses of each. With histories of many GiB, translation of host addresses bounds the copies once more than a few
 //   hundred items are under way, so that more of them at once are slower.
