@@ -11,11 +11,11 @@
 // is never selected. -0 equals 0. Of equal scores the lowest items are taken. The result is a function of the scores: it
 // depends on no order of threads.
 //
-// How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found 11, 11
-// and 10 bits at a time, from histograms in shared memory, of which a block adds to those of all others what it has in
-// its own: most bins are empty. The search ends early where all that share the bits known so far are needed, or where
-// they are so few that they are told to all blocks one by one. Then every warp counts what it has above the threshold and
-// at it, and writes it behind what the warps before it have.
+// How. Scores become integers of the same order (0: not to be selected), and the k-th largest of them is found a few bits
+// at a time, first 11 and then as many as are to leave few candidates, from histograms in shared memory. A block adds to
+// those of all others what it has in its own, of which most bins are empty. The search ends early where all that share the
+// bits known so far are needed, or where they are so few that they are told to all blocks one by one. Then every warp
+// counts what it has above the threshold and at it, and writes it behind what the warps before it have.
 //
 // Shape. A cluster of up to 8 blocks of 1024 threads takes a row (on an architecture without clusters, one block). A
 // warp owns a run of items. Up to 16384 items a block are kept in shared memory; of more, each pass reads the scores
