@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import random
 import re
 from collections.abc import Callable
@@ -506,6 +507,19 @@ def test_launch_shapes(bulk, multiprocessors):
 def test_limits_are_one():
     assert config.MAX_ITEMS == cuda.MAX_K and config.MAX_SLOTS == MAX_SLOTS
     assert cuda._SHARED_BYTES["swap_in"] >= 8 * cuda.MAX_K + MAX_SLOTS
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in cuda.KERNELS if kernel[0] in cuda._SHARED_BYTES], ids=str)
+def test_a_block_fits_the_shared_memory_of_any_device(kernel, arch):
+    """These architectures have the least, with clusters and without: 99 KiB for all that a block has."""
+    pytest.importorskip("cuda.core", reason="needs `pip install hf_hisparse[cuda]`")
+    name, macros = kernel
+    log = io.StringIO()
+    cuda.compile_source((cuda.source_directory() / f"{name}.cu").read_text(), name, arch, macros, log)
+    declared = re.search(r"(\d+) bytes smem", log.getvalue())
+    assert declared is not None
+    assert int(declared[1]) + cuda._SHARED_BYTES[name] <= 99 << 10
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in cuda.KERNELS}))
