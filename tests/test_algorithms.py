@@ -127,6 +127,8 @@ def test_who_does_anything_anew_is_run_beside_a_selection_only_if_it_says_so():
         anew = type("Anew", (RaBitQ,), {name: lambda self, *args: None})
         assert not anew.beside and not type("Child", (anew,), {}).beside
         assert type("Says", (RaBitQ,), {name: lambda self, *args: None, "beside": True}).beside
+        other = type("Other", (), {name: lambda self, *args: None})
+        assert not type("Both", (other, RaBitQ), {}).beside and type("Behind", (RaBitQ, other), {}).beside
     assert RaBitQ.beside and type("Wider", (RaBitQ,), {"block": 512}).beside and not Quest.beside
 
 

@@ -168,26 +168,26 @@ def test_a_selection_begins_before_key_and_value_are_projected(kind):
     assert len(queries) == 2 and len(set(queries)) == 1
 
 
-def test_a_selection_that_began_ends_with_its_forward(backend, monkeypatch):
+@pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("method", ["append", "_store_token", "advance", "retrieve", "attend", "_count_one"])
+def test_a_selection_that_began_ends_with_its_forward(method, layer, compiles, backend, monkeypatch):
+    """Wherever the step that it was for ends, and however the next one is run."""
     model = make_model("llama")
     cache, other = twins(model, "llama-rabitq")
-    failing = cache.layers[0].coordinator
-    append = SparseCoordinator.append
+    failing = cache.layers[layer].coordinator
 
-    def fail(self: SparseCoordinator, *args: Any) -> None:
-        if self is failing:
-            assert self.ahead is not None
-            raise KeyboardInterrupt
-        append(self, *args)
+    def fail(*args: Any, **kwargs: Any) -> None:
+        assert (failing.ahead is None) == (method in ("attend", "_count_one"))
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(SparseCoordinator, "append", fail)
+        patched.setattr(failing, method, fail)
         with pytest.raises(KeyboardInterrupt):
             step(model, random_ids(2, 1), cache)
-    assert failing.ahead is not None
-    for layer in other.layers:
-        layer.coordinator.crop(0)
-    cache.graphed.compiles = False
+    for untouched in other.layers:
+        untouched.coordinator.crop(0)
+    cache.graphed.compiles = compiles
     follow(model, (cache, other), 4)
 
 

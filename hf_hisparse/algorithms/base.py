@@ -279,6 +279,9 @@ class KeyScoring(SparseAlgorithm):
         # Who scores in its own way selects by that, and not by what a parent's kernels do at once.
         if "score" in vars(cls) and "select" not in vars(cls):
             cls.select = KeyScoring.select  # type: ignore[method-assign]
-        # Who does any of this anew has to say that the newest token may be added meanwhile.
-        if not {"score", "select", "retrieve_topk", "update_representations"}.isdisjoint(vars(cls)):
-            cls.beside = vars(cls).get("beside", False)
+        # Who does any of this anew, or has it done by another parent, has to say that the newest token may be added
+        # meanwhile.
+        says = next(base for base in cls.__mro__ if "beside" in vars(base))
+        names = ("score", "select", "retrieve_topk", "update_representations")
+        if any(getattr(cls, name) is not getattr(says, name, None) for name in names):
+            cls.beside = False
