@@ -546,3 +546,27 @@ def test_a_step_over_compiled_layers_allocates_nothing():
     for _ in range(200):
         step(model, token, cache)
     assert torch.cuda.memory_allocated() == before and cache.graphed.replayed >= 203
+
+
+@gpu
+@pytest.mark.parametrize("method", ["append", "retrieve"])
+def test_a_capture_that_ends_beside_a_selection(method, monkeypatch):
+    """It runs eagerly what it could not capture, and the next capture is made as if there had been none."""
+    model, ids = model_of("llama").cuda(), random_ids(2, 120).cuda()
+    options = MODELS["llama-rabitq"][1] | {"max_cache_len": 300, "compile": True}
+    whole = getattr(SparseCoordinator, method)
+
+    def refuse(self: SparseCoordinator, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            assert self.ahead is not None
+            raise RuntimeError("a test says so")
+        return whole(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SparseCoordinator, method, refuse)
+        cache = HierarchicalSparseCache(model, **options)
+        found = generate(model, ids, cache, 20)
+    assert cache.graphed.captured == 0
+    cache = HierarchicalSparseCache(model, **options)
+    assert torch.equal(generate(model, ids, cache, 20).sequences, found.sequences)
+    assert cache.graphed.replayed == 18

@@ -137,6 +137,37 @@ def test_top_k_kernel_equals_reference(kind, blocks):
             assert torch.equal(selection.cpu(), ops.top_k(scores, k)), (rows, items, k)
 
 
+def with_candidates(items: int, count: int, shift: int, together: bool) -> tuple[Tensor, int]:
+    """Scores `[1, items]`, of which `count` are alike in all of their bits from `shift` on, and how many are above them.
+
+    All others differ from those in one such bit.
+    """
+    draw = generator(count + shift)
+    alike = 0x2AAAAAAA >> shift << shift
+    bits = alike ^ (1 << torch.randint(shift, 30, (items,), generator=draw))
+    chosen = torch.arange(items - count, items) if together else torch.randperm(items, generator=draw)[:count]
+    bits[chosen] = alike
+    above = int((bits > alike).sum())
+    bits |= torch.randint(0, 1 << shift, (items,), generator=draw)
+    return bits.to(torch.int32).view(1, items).view(F32), above
+
+
+@gpu
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 64])
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+def test_top_k_kernel_of_few_candidates(blocks, count, together):
+    """As many as blocks tell each other one by one, and more; in one block or in all; in one round or in several."""
+    if blocks > 1 and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("no clusters")
+    for shift in (0, 2, 9, 15, 21):
+        scores, above = with_candidates(10001, count, shift, together)
+        on_device = scores.cuda()
+        for needed in {1, count // 2 + 1, count, count + 1}:
+            selection = cuda.top_k(on_device, above + needed, blocks=blocks)
+            assert torch.equal(selection.cpu(), ops.top_k(scores, above + needed)), (shift, needed)
+
+
 @gpu
 @pytest.mark.parametrize(
     ("rows", "items"), [(1, 1 << 20), (8, 65536), (64, 20000), (1000, 700), (300, 131072 // 8 + 5)]
