@@ -27,7 +27,8 @@ class Branch:
         self._open: tuple[torch.cuda.Stream, tuple[Tensor, ...]] | None = None
 
     def run(self, function: Callable[..., None], *tensors: Tensor) -> None:
-        """Calls `function(*tensors)`, whose work `join` waits for. Until then nothing else may write what it reads."""
+        """Calls `function(*tensors)`, whose work `join` waits for. Until then nothing else may write what its results
+        depend on."""
         device = tensors[0].device
         if not _captured(device):
             function(*tensors)

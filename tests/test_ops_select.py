@@ -138,9 +138,9 @@ def test_top_k_kernel_equals_reference(kind, blocks):
 
 
 def with_candidates(items: int, count: int, shift: int, together: bool) -> tuple[Tensor, int]:
-    """Scores `[1, items]`, of which `count` are alike in all of their bits from `shift` on, and how many are above them.
+    """Scores `[1, items]`, of which `count` are alike in all bits from `shift` on, and how many are above those.
 
-    All others differ from those in one such bit.
+    Each of the others differs from them in one such bit.
     """
     draw = generator(count + shift)
     alike = 0x2AAAAAAA >> shift << shift

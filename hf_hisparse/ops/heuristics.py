@@ -88,8 +88,8 @@ def append_threads(slots: int) -> int:
 def top_k_blocks(rows: int, items: int, multiprocessors: int, clusters: bool) -> int:
     """Blocks a row of the top-k kernel, a cluster, of as many threads as there can be.
 
-    More blocks read a row sooner but wait for each other five times; a thread takes at least four scores. All the
-    blocks of a cluster must run at once.
+    More blocks read a row sooner but wait for each other three to seven times; a thread takes at least four scores. All
+    the blocks of a cluster must run at once.
 
     Args:
         rows, items: The shape of the scores.
