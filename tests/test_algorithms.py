@@ -132,6 +132,19 @@ def test_who_does_anything_anew_is_run_beside_a_selection_only_if_it_says_so():
     assert RaBitQ.beside and type("Wider", (RaBitQ,), {"block": 512}).beside and not Quest.beside
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["subclass", "mixin"])
+@pytest.mark.parametrize("parent", ALGORITHMS.values())
+def test_who_scores_anew_selects_by_that(parent, mixed):
+    def oldest(self, query, items, scale, lengths):
+        return -torch.arange(items, dtype=torch.float32, device=query.device).expand(len(query), -1)
+
+    member = {"score": oldest}
+    method = type("Ours", (type("Mixin", (), member), parent), {}) if mixed else type("Ours", (parent,), member)
+    algorithm = filled(method(page_size=4, sink_tokens=1, recent_tokens=1), draw(2, 40, WIDTH))
+    selection = algorithm.retrieve_topk(draw(2, 3, WIDTH, seed=1), 4, 10, SCALE, tensor([40, 40]))
+    assert selection.tolist() == [[0, 1, 2, 9]] * 2
+
+
 # ---- RaBitQ ----------------------------------------------------------------------------------------------------------
 
 
