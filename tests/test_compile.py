@@ -53,6 +53,7 @@ from tests.test_graph import (
     scale_adapter,
     step,
 )
+from tests.test_soak import Interrupt
 
 
 # Newer transformers call the cache's argument `cache`; both names must work.
@@ -407,6 +408,37 @@ def test_an_interrupt_in_a_compiled_layer_loses_no_history(kind, backend, monkey
         coordinator.crop(0)
     follow(model, caches, 4)
     assert caches[0].graphed.compiles
+
+
+def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(backend):
+    """Of a step that runs the layers compiled, but for those that run in its graph too."""
+    model: Any = make_model("llama")
+    cache, other = twins(model, "llama-rabitq")
+    # Where the step was over when it was interrupted, the next one follows it.
+    expected = {length: step(model, random_ids(2, 1), other) for length in (120, 121)}
+    tables = [(vars(module)["_forward_hooks"], vars(module)["_forward_pre_hooks"]) for module in model.modules()]
+
+    def begin() -> HierarchicalSparseCache:
+        copied = copy.deepcopy(cache)
+        copied.graphed = GraphedForward(Rerun(copied), True)
+        return copied
+
+    step(model, random_ids(2, 1), begin())
+    watched = begin()
+    with Interrupt() as seen:
+        step(model, random_ids(2, 1), watched)
+    places = {line: at for at, line in enumerate(seen.lines) if line[0] == regional.__file__}
+    assert len(places) > 20
+    for at in sorted({*places.values(), *(seen.lines.index(line) for line in places)}):
+        interrupted = begin()
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            step(model, random_ids(2, 1), interrupted)
+        assert is_as_it_was(model)
+        for module, (hooks, pre_hooks) in zip(model.modules(), tables, strict=True):
+            assert vars(module)["_forward_hooks"] is hooks and vars(module)["_forward_pre_hooks"] is pre_hooks
+        reached = interrupted.get_seq_length()
+        close(step(model, random_ids(2, 1), interrupted), expected[reached])
+        assert interrupted.graphed.compiles
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300, "cuda_graph": False}])

@@ -212,14 +212,24 @@ ALL_ATTENTION_FUNCTIONS.register(COMPILED, compiled_attention_forward)
 
 
 @contextlib.contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` when it ends, and again: an interrupt may come in its way once."""
+    try:
+        try:
+            yield
+        finally:
+            undo()
+    finally:
+        undo()
+
+
+@contextlib.contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """Within it a module has no hooks. Each has a number of its own, which compiled code would depend on."""
     held = {name: vars(module)[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
-    vars(module).update({name: OrderedDict() for name in held})
-    try:
+    with undone(lambda: vars(module).update(held)):
+        vars(module).update({name: OrderedDict() for name in held})
         yield
-    finally:
-        vars(module).update(held)
 
 
 def _run(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,8 +270,8 @@ class CompiledLayers:
         Raises:
             ValueError: If a layer's `forward` was replaced.
         """
-        served = []
-        try:
+        served: list[nn.Module] = []
+        with undone(lambda: [vars(layer).pop("forward", None) for layer in served]):
             for layer, patch in self._layers:
                 coordinator = coordinator_of(cache, patch.module.layer_idx)
                 if coordinator is None:
@@ -272,9 +282,6 @@ class CompiledLayers:
                 running = _Running(patch, coordinator, threading.get_ident())
                 vars(layer)["forward"] = partial(self._forward, layer, running)
             yield
-        finally:
-            for layer in served:
-                del vars(layer)["forward"]
 
     def _forward(self, layer: nn.Module, running: _Running, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != running.thread:
