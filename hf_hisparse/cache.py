@@ -26,6 +26,7 @@ from hf_hisparse.backends import BACKENDS
 from hf_hisparse.config import HiSparseConfig
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward, Uncapturable
+from hf_hisparse.interrupts import undone
 from hf_hisparse.late_check import LateCheck
 from hf_hisparse.models import (
     ModelPatch,
@@ -797,13 +798,15 @@ class HierarchicalSparseCache(Cache):
         """Within it a forward leaves what the host knows of the history as it was."""
         coordinators = [layer.coordinator for _, layer in self._hierarchical]
         lengths = [coordinator.length for coordinator in coordinators]
-        self._recording = True
-        try:
-            yield
-        finally:
+
+        def stop() -> None:
             self._recording = False
             for coordinator, length in zip(coordinators, lengths, strict=True):
                 coordinator.length = length
+
+        with undone(stop):
+            self._recording = True
+            yield
 
     def compiled(self, decoder: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within it the decoder's hierarchical layers are run compiled, which decode steps from the memory can be."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import re
 import shutil
@@ -186,6 +187,7 @@ def test_a_selection_that_began_ends_with_its_forward(method, layer, compiles, b
         patched.setattr(failing, method, fail)
         with pytest.raises(KeyboardInterrupt):
             step(model, random_ids(2, 1), cache)
+    assert failing.ahead is None
     for untouched in other.layers:
         untouched.coordinator.crop(0)
     cache.graphed.compiles = compiles
@@ -410,35 +412,44 @@ def test_an_interrupt_in_a_compiled_layer_loses_no_history(kind, backend, monkey
     assert caches[0].graphed.compiles
 
 
-def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(backend):
-    """Of a step that runs the layers compiled, but for those that run in its graph too."""
-    model: Any = make_model("llama")
+@pytest.mark.parametrize("before", [0, 1], ids=["compiled", "captured"])
+def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(before, backend):
+    """Of what runs the layers compiled, or has them captured."""
+    model, token = make_model("llama"), random_ids(2, 1)
     cache, other = twins(model, "llama-rabitq")
     # Where the step was over when it was interrupted, the next one follows it.
-    expected = {length: step(model, random_ids(2, 1), other) for length in (120, 121)}
+    expected = {length: step(model, token, other) for length in range(120, 123)}
     tables = [(vars(module)["_forward_hooks"], vars(module)["_forward_pre_hooks"]) for module in model.modules()]
 
     def begin() -> HierarchicalSparseCache:
         copied = copy.deepcopy(cache)
         copied.graphed = GraphedForward(Rerun(copied), True)
+        for _ in range(before):
+            step(model, token, copied)
         return copied
 
-    step(model, random_ids(2, 1), begin())
+    step(model, token, begin())
     watched = begin()
     with Interrupt() as seen:
-        step(model, random_ids(2, 1), watched)
-    places = {line: at for at, line in enumerate(seen.lines) if line[0] == regional.__file__}
-    assert len(places) > 20
-    for at in sorted({*places.values(), *(seen.lines.index(line) for line in places)}):
+        step(model, token, watched)
+    lines, first = inspect.getsourcelines(HierarchicalSparseCache.recording)
+    recording = range(first, first + len(lines))
+    last = {
+        (file, line): at
+        for at, (file, line) in enumerate(seen.lines)
+        if file == regional.__file__ or (file == inspect.getfile(HierarchicalSparseCache) and line in recording)
+    }
+    assert len(last) > 20
+    for at in sorted({*last.values(), *map(seen.lines.index, last)}):
         interrupted = begin()
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
-            step(model, random_ids(2, 1), interrupted)
+            step(model, token, interrupted)
         assert is_as_it_was(model)
         for module, (hooks, pre_hooks) in zip(model.modules(), tables, strict=True):
             assert vars(module)["_forward_hooks"] is hooks and vars(module)["_forward_pre_hooks"] is pre_hooks
         reached = interrupted.get_seq_length()
-        close(step(model, random_ids(2, 1), interrupted), expected[reached])
-        assert interrupted.graphed.compiles
+        close(step(model, token, interrupted), expected[reached])
+        assert interrupted.get_seq_length() == reached + 1 and interrupted.graphed.compiles
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300, "cuda_graph": False}])

@@ -276,11 +276,10 @@ class KeyScoring(SparseAlgorithm):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Who scores in its own way, or by another parent's, selects by that, and not by what a parent's kernels do at once.
-        scores, selects = (
-            next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind)) for name in ("score", "select")
-        )
-        if scores < selects:
+        # Who scores in its own way, or by another parent's, selects by that, and not by what a parent's kernels do at
+        # once.
+        first = [next(i for i, base in enumerate(cls.__mro__) if name in vars(base)) for name in ("score", "select")]
+        if first[0] < first[1]:
             cls.select = KeyScoring.select  # type: ignore[method-assign]
         # Who does any of this anew, or has it done by another parent, has to say that the newest token may be added
         # meanwhile.

@@ -228,7 +228,7 @@ class AttentionPatch:
     def _stop(entered: tuple[weakref.ref[SparseCoordinator], str]) -> None:
         coordinator = entered[0]()
         if coordinator is not None:
-            coordinator.attending = False
+            coordinator.attending, coordinator.ahead = False, None
 
     def _replace(self) -> None:
         """Changes of the module what its forward, run by a thread that has entered it, is to find changed."""

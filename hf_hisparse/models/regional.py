@@ -26,6 +26,7 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hisparse.coordinator import SparseCoordinator
+from hf_hisparse.interrupts import undone
 from hf_hisparse.models.attention_interface import (
     COMPILED,
     UNSERVED,
@@ -209,18 +210,6 @@ def compiled_attention_forward(
 
 
 ALL_ATTENTION_FUNCTIONS.register(COMPILED, compiled_attention_forward)
-
-
-@contextlib.contextmanager
-def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` when it ends, and again: an interrupt may come in its way once."""
-    try:
-        try:
-            yield
-        finally:
-            undo()
-    finally:
-        undo()
 
 
 @contextlib.contextmanager
