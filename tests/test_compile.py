@@ -167,9 +167,12 @@ def test_a_selection_begins_before_key_and_value_are_projected(kind):
     named = re.findall(r"extern_kernels\.(mm|addmm)|hf_hisparse\.(layer_\w+)\.default\(", code)
     order = ["projection" if projection else op for projection, op in named]
     assert order[:5] == ["projection", "layer_retrieval", "projection", "projection", "layer_attention"]
-    # The selection may still read its query when it has begun: what needs the same buffer comes behind the attention.
-    queries = re.findall(r"layer_(?:retrieval|attention)\.default\((?:reinterpret_tensor\()?(\w+)", code)
-    assert len(queries) == 2 and len(set(queries)) == 1
+    # The selection may still read its query when it has begun, which is why the attention takes that.
+    names = set(re.findall(r"(\w+) = torch\.ops\.hf_hisparse\.layer_retrieval\.default", code))
+    for new, old in re.findall(r"^ *(\w+) = (\w+)\b(?:  #.*)?$", code, re.MULTILINE):
+        names |= {new} if old in names else set()
+    [query] = re.findall(r"layer_attention\.default\((\w+)", code)
+    assert query in names
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])

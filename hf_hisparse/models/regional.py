@@ -83,14 +83,12 @@ def layer_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
-    retrieval: Tensor | None = None,
 ) -> Tensor:
     """The decode step of the layer that is being run: appends one token to its history, and attends to a selection.
 
     Args:
         query, key, value, scaling, softcap, s_aux, indices: As for the `attend` of the layer's patch.
         value_width: Elements of a head's output.
-        retrieval: What `layer_retrieval` gave for the query.
 
     Returns:
         `[batch, 1, heads, value_width]`.
@@ -104,7 +102,7 @@ def layer_attention(
 
 
 @layer_attention.register_fake
-def _(query, key, value, value_width, scaling, softcap=None, s_aux=None, indices=None, retrieval=None):
+def _(query, key, value, value_width, scaling, softcap=None, s_aux=None, indices=None):
     batch, heads, new, _ = query.shape
     return query.new_empty(batch, new, heads, value_width)
 
@@ -117,18 +115,19 @@ def layer_retrieval(query: Tensor, scaling: float | None) -> Tensor:
         query, scaling: As for `layer_attention`.
 
     Returns:
-        One element, whatever it is, that `layer_attention` takes: the order of both is in the compiled code.
+        The query, for `layer_attention`: a copy, since the memory of an argument may be another's as soon as this
+        returns, and the selection still reads it.
     """
-    running = _running.get()
+    query, running = query.clone(memory_format=torch.contiguous_format), _running.get()
     if query.shape[2] == 1:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         running.coordinator.retrieve_ahead(running.coordinator.grouped(query), scaling)
-    return query.new_empty(1)
+    return query
 
 
 @layer_retrieval.register_fake
 def _(query, scaling):
-    return query.new_empty(1)
+    return query.new_empty(query.shape)
 
 
 @torch.library.custom_op("hf_hisparse::layer_selection", mutates_args=())
@@ -203,10 +202,10 @@ def compiled_attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"a hierarchical layer cannot serve attention with `{name}`")
     # With an indexer's selection come latents, which are wider than what they expand to.
-    width, retrieval = module.v_head_dim if indices is not None else value.shape[-1], None
+    width = value.shape[-1] if indices is None else module.v_head_dim
     if indices is None:
-        retrieval = layer_retrieval(query, scaling)
-    return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices, retrieval), None
+        query = layer_retrieval(query, scaling)
+    return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(COMPILED, compiled_attention_forward)
