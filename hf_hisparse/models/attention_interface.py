@@ -51,6 +51,11 @@ def hisparse_attention_forward(
     return output, None
 
 
+def softmax_scale(query: Tensor, scaling: float | None) -> float:
+    """What the logits of queries `[..., width]` are multiplied by: None stands for the usual scale."""
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
 def refuse_dropout(kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` if an attention function is given a rate of dropout, as it is in training mode."""
     if kwargs.get("dropout"):
@@ -337,8 +342,8 @@ class AttentionPatch:
         s_aux: Tensor | None,
     ) -> Tensor:
         """The decode step of one token."""
-        batch, heads, _, width = query.shape
-        scaling = width**-0.5 if scaling is None else scaling
+        batch, heads = query.shape[:2]
+        scaling = softmax_scale(query, scaling)
         coordinator.append((key, value), mask)
         grouped = coordinator.grouped(query)
         selection = coordinator.retrieve(grouped, scaling)

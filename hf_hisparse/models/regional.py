@@ -33,6 +33,7 @@ from hf_hisparse.models.attention_interface import (
     AttentionPatch,
     coordinator_of,
     refuse_dropout,
+    softmax_scale,
 )
 from hf_hisparse.models.dsa import IndexerKeys, select
 
@@ -120,8 +121,8 @@ def layer_retrieval(query: Tensor, scaling: float | None) -> Tensor:
     """
     query, running = query.clone(memory_format=torch.contiguous_format), _running.get()
     if query.shape[2] == 1:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        running.coordinator.retrieve_ahead(running.coordinator.grouped(query), scaling)
+        coordinator = running.coordinator
+        coordinator.retrieve_ahead(coordinator.grouped(query), softmax_scale(query, scaling))
     return query
 
 
