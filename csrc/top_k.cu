@@ -36,7 +36,6 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kBlocks = 8;                        // A cluster, at most: a power of two, as the number of blocks is.
 constexpr int kFew = 32;                          // Candidates that are told one by one: a lane takes one.
-constexpr int kEarly = 1;                         // Heads whose first weights are on their way while partials are summed.
 constexpr int kBatch = 8;                         // Scores that a thread has under way at once.
 constexpr int kHeld = 16384;                      // Items a block that fit shared memory, as in `heuristics`.
 constexpr int kBits = 11, kBins = 1 << kBits;     // Of a histogram.
@@ -113,15 +112,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 
 #ifdef MASS
     // ---- what completes the scores ----
-    float early[kEarly][kBatch];
+    float early[kBatch];  // The first weights of head 0 are on their way while partials are summed.
 #pragma unroll
-    for (int head = 0; head < kEarly; ++head) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const int i = begin + lane + j * 32;
-            early[head][j] = head < group && i < end ? weights[head * n_ + i] : 0.0f;
-        }
-    }
+    for (int j = 0; j < kBatch; ++j) early[j] = begin + lane + j * 32 < end ? weights[begin + lane + j * 32] : 0.0f;
     const int own = group * own_chunks;
     const auto largest_of = [&](int i) {
         const int head = i / own_chunks;
@@ -174,12 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) top_k(
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) score[j] = 0;
         int head = 0;
-        if (base == begin + lane) {
-#pragma unroll
-            for (int first = 0; first < kEarly; ++first) {
-                if (first < group) add(score, early[first], head++, base);
-            }
-        }
+        if (base == begin + lane) add(score, early, head++, base);
 #pragma unroll 2
         for (; head < group; ++head) {
             const float* const mine = weights + head * n_ + base;
