@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -17,7 +21,8 @@ def _side(index: int) -> torch.cuda.Stream:
 
 
 class Branch:
-    """Runs a function beside what its caller does next, where that is captured; at once, where it is not.
+    """Runs a function beside what its caller does next, where that is captured; at once, where it is not, or where
+    something is run beside it already.
 
     A step's kernels are short, and few of them fill the device: side by side they take less time. Outside of a graph
     what launches them is slower than they are, and there would be nothing to gain.
@@ -26,19 +31,24 @@ class Branch:
     def __init__(self) -> None:
         self._open: tuple[torch.cuda.Stream, tuple[Tensor, ...]] | None = None
 
-    def run(self, function: Callable[..., None], *tensors: Tensor) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether something runs beside what is captured now."""
+        return self._open is not None
+
+    def run(self, function: Callable[..., T], *tensors: Tensor) -> T:
         """Calls `function(*tensors)`, whose work `join` waits for. Until then nothing else may write what its results
-        depend on."""
+        depend on, or read those."""
         device = tensors[0].device
-        if not _captured(device):
-            function(*tensors)
-            return
+        if self.busy or not _captured(device):
+            return function(*tensors)
         side = _side(device.index)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            function(*tensors)
+            result = function(*tensors)
         # Until the join, so that nobody else is given their memory.
         self._open = side, tensors
+        return result
 
     def join(self) -> None:
         """Has what follows wait for it."""

@@ -477,6 +477,14 @@ class SparseCoordinator:
 
     # ---- the decode step ---------------------------------------------------------------------------------------------
 
+    def enter(self) -> None:
+        """The layer's attention module begins to run. What ended midway before leaves nothing."""
+        self.attending, self.ahead, self._branch = True, None, Branch()
+
+    def leave(self) -> None:
+        """It ends."""
+        self.attending, self.ahead = False, None
+
     def append(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
         """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`.
 
@@ -491,10 +499,7 @@ class SparseCoordinator:
         rows = [part.detach().flatten(0, 2).contiguous() for part in parts]
         position, _ = self._counts
         # The selection does not depend on where the token lies, and is the longer part of the step.
-        if self.ahead is None:
-            self._branch.run(self._store_token, position, *rows)
-        else:
-            self._store_token(position, *rows)
+        self._branch.run(self._store_token, position, *rows)
         if not self.algorithm.beside:
             self.algorithm.update_representations(rows[0], position)
         self.advance()
@@ -537,10 +542,17 @@ class SparseCoordinator:
         """The queries `[batch, heads, 1, width]` of one token by what they attend to, `[rows, group, width]`."""
         return query.reshape(self.batch * self.heads, -1, query.shape[-1]).contiguous()
 
+    def beside(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """What `function(*tensors)` selects for a token that is yet to be appended, beside what is done until then.
+
+        Nothing may read it, or write the tensors, before `attend`.
+        """
+        return self._branch.run(function, *tensors)
+
     def retrieve_ahead(self, query: Tensor, scale: float) -> None:
-        """Begins `retrieve` before the token is appended, beside what is done until then, if the algorithm can."""
+        """Begins `retrieve` before the token is appended, if the algorithm can."""
         if self.algorithm.beside:
-            self._branch.run(lambda query: setattr(self, "ahead", self._retrieve(query, scale)), query)
+            self.ahead = self.beside(lambda query: self._retrieve(query, scale), query)
 
     def retrieve(self, query: Tensor, scale: float) -> Tensor:
         """The selection `[rows, k]` for the queries `[rows, heads, width]` of the token that was appended."""

@@ -175,6 +175,61 @@ def test_a_selection_begins_before_key_and_value_are_projected(kind):
     assert query in names
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", ["deepseek", "glm"])
+def test_an_indexer_selects_before_its_layer_projects_the_query(kind):
+    name, _ = MODELS[kind]
+    model = model_of(name)
+    cache, _ = twins(model, kind)
+    _, codes = run_and_get_code(lambda: step(model, random_ids(2, 1), cache))
+    codes = [code for code in codes if "layer_selection.default(" in code]
+    assert codes
+    for code in codes:
+        begin, between = code[code.index("def call") :].split("layer_selection.default(", 1)
+        call, between = between.split("\n", 1)
+        between, _ = between.split("layer_attention.default(", 1)
+        assert call.endswith("beside=True)")
+        # Of its own query, of its keys, of the heads' weights, and of what both queries are made from.
+        assert begin.count("extern_kernels.") in (4, 5) and 1 <= between.count("extern_kernels.") <= 2
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_selection_that_is_read_before_it_is_attended_to_is_waited_for(read):
+    ops = torch.ops.hf_hisparse
+    traced = torch.fx.Graph()
+    keys, query, weights, states = map(traced.placeholder, ("keys", "query", "weights", "states"))
+    other = traced.call_function(torch.ops.aten.neg.default, (states,))
+    selection = traced.call_function(ops.layer_selection.default, (keys, query, weights, 0.5, 8))
+    last = traced.call_function(torch.ops.aten.abs.default, (selection,)) if read else selection
+    attention = traced.call_function(ops.layer_attention.default, (other, keys, keys, 8, 0.5), {"indices": selection})
+    traced.output((attention, last))
+    regional.SelectFirst()(traced)
+    traced.lint()
+    assert selection.kwargs == ({} if read else {"beside": True})
+    nodes = list(traced.nodes)
+    assert (nodes.index(selection) < nodes.index(other)) != read
+
+
+def test_what_begins_to_be_selected_reads_no_memory_that_compiled_code_may_use_again(monkeypatch):
+    model: Any = model_of(MODELS["deepseek"][0])
+    cache, _ = twins(model, "deepseek")
+    coordinator, read = cache.layers[0].coordinator, []
+    monkeypatch.setattr(coordinator, "beside", lambda function, *tensors: read.extend(tensors) or function(*tensors))
+    patch = patch_model(model).layers[0]
+    running = regional._running.set(regional._Running(patch, coordinator, 0))
+    try:
+        indexer = model.config.index_n_heads, model.config.index_head_dim
+        given = torch.randn(2, 1, indexer[1]), torch.randn(2, 1, *indexer), torch.randn(2, 1, indexer[0])
+        coordinator.enter()
+        found = regional.layer_selection(*given, 0.5, 32, beside=True)
+        assert torch.equal(found, regional.layer_selection(*given, 0.5, 32))
+    finally:
+        coordinator.leave()
+        regional._running.reset(running)
+    assert len(read) == 3 and all(same_bits(a, b) for a, b in zip(read, given, strict=True))
+    assert not {part.data_ptr() for part in read} & {part.data_ptr() for part in given}
+
+
 @pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("method", ["append", "_store_token", "advance", "retrieve", "attend", "_count_one"])
@@ -601,16 +656,18 @@ def test_a_step_over_compiled_layers_allocates_nothing():
 
 
 @gpu
-@pytest.mark.parametrize("method", ["append", "retrieve"])
-def test_a_capture_that_ends_beside_a_selection(method, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, method", [("llama-rabitq", "append"), ("llama-rabitq", "retrieve"), ("deepseek", "append")]
+)
+def test_a_capture_that_ends_beside_a_selection(kind, method, monkeypatch):
     """It runs eagerly what it could not capture, and the next capture is made as if there had been none."""
-    model, ids = model_of("llama").cuda(), random_ids(2, 120).cuda()
-    options = MODELS["llama-rabitq"][1] | {"max_cache_len": 300, "compile": True}
+    model, ids = model_of(MODELS[kind][0]).cuda(), random_ids(2, 120).cuda()
+    options = MODELS[kind][1] | {"max_cache_len": 300, "compile": True}
     whole = getattr(SparseCoordinator, method)
 
     def refuse(self: SparseCoordinator, *args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
-            assert self.ahead is not None
+            assert self._branch.busy
             raise RuntimeError("a test says so")
         return whole(self, *args)
 

@@ -214,7 +214,7 @@ class AttentionPatch:
     def enter(self, coordinator: SparseCoordinator, name: str = NAME) -> None:
         """From here on this thread's new tokens go to a coordinator, by the attention function of that name."""
         self.leave()
-        coordinator.attending, coordinator.ahead = True, None
+        coordinator.enter()
         with _changing:
             if not self._entered:
                 self._replace()
@@ -233,7 +233,7 @@ class AttentionPatch:
     def _stop(entered: tuple[weakref.ref[SparseCoordinator], str]) -> None:
         coordinator = entered[0]()
         if coordinator is not None:
-            coordinator.attending, coordinator.ahead = False, None
+            coordinator.leave()
 
     def _replace(self) -> None:
         """Changes of the module what its forward, run by a thread that has entered it, is to find changed."""

@@ -38,17 +38,26 @@ from hf_hisparse.models.attention_interface import (
 from hf_hisparse.models.dsa import IndexerKeys, select
 
 
-class RetrieveFirst(CustomGraphPass):
-    """Puts what a selection does not need behind it, so that it runs beside the projections of key and value."""
+class SelectFirst(CustomGraphPass):
+    """Puts what a selection does not need behind it, so that it runs beside that: the projections of key and value, or
+    of a query that its indexer does not ask with."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for retrieval in graph.find_nodes(op="call_function", target=torch.ops.hf_hisparse.layer_retrieval.default):
-            nodes, needed = list(graph.nodes), {retrieval}
-            for node in reversed(nodes[: nodes.index(retrieval) + 1]):
+        ops = torch.ops.hf_hisparse
+        selections = graph.find_nodes(op="call_function", target=ops.layer_retrieval.default)
+        for node in graph.find_nodes(op="call_function", target=ops.layer_selection.default):
+            # Whoever else looked at the selection would have to wait for it.
+            readers = {user.target for user in node.users} - {"output"}
+            if readers == {ops.layer_attention.default}:
+                node.update_kwarg("beside", True)
+                selections.append(node)
+        for selection in selections:
+            nodes, needed = list(graph.nodes), {selection}
+            for node in reversed(nodes[: nodes.index(selection) + 1]):
                 if node in needed:
                     needed.update(node.all_input_nodes)
                 elif node.op != "placeholder":
-                    retrieval.append(node)
+                    selection.append(node)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
@@ -57,7 +66,7 @@ class RetrieveFirst(CustomGraphPass):
 OPTIONS: dict[str, Any] = {
     "fullgraph": True,
     # Fused operations round where single ones do, so that a low precision gives the same.
-    "options": {"emulate_precision_casts": True, "post_grad_custom_post_pass": RetrieveFirst()},
+    "options": {"emulate_precision_casts": True, "post_grad_custom_post_pass": SelectFirst()},
 }
 """Arguments of `torch.compile`."""
 
@@ -132,7 +141,9 @@ def _(query, scaling):
 
 
 @torch.library.custom_op("hf_hisparse::layer_selection", mutates_args=())
-def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, k: int) -> Tensor:
+def layer_selection(
+    keys: Tensor, query: Tensor, weights: Tensor, scale: float, k: int, *, beside: bool = False
+) -> Tensor:
     """The selection of the layer that is being run, by the model's own indexer.
 
     Args:
@@ -140,15 +151,24 @@ def layer_selection(keys: Tensor, query: Tensor, weights: Tensor, scale: float, 
         query: `[batch, 1, heads, width]`.
         weights, scale: As for `LightningIndexer.retrieve_topk`.
         k: How many tokens.
+        beside: Whether nothing reads the selection before `layer_attention` does, so that it may be made until then.
 
     Returns:
         `[batch, 1, k]` int32.
     """
-    return select(_running.get().coordinator, keys, query, weights, scale, None, k)
+    coordinator = _running.get().coordinator
+
+    def selected(keys: Tensor, query: Tensor, weights: Tensor) -> Tensor:
+        return select(coordinator, keys, query, weights, scale, None, k)
+
+    if not beside:
+        return selected(keys, query, weights)
+    # Of copies, as in `layer_retrieval`.
+    return coordinator.beside(selected, keys.clone(), query.clone(), weights.clone())
 
 
 @layer_selection.register_fake
-def _(keys, query, weights, scale, k):
+def _(keys, query, weights, scale, k, *, beside=False):
     return query.new_empty(query.shape[0], query.shape[1], k, dtype=torch.int32)
 
 
