@@ -527,7 +527,7 @@ def test_a_row_of_padding_has_no_mass():
 def indexer(batch: int, tokens: int, width: int = 8, seed: int = 0) -> tuple[LightningIndexer, Tensor]:
     keys = draw(batch, tokens, width, seed=seed)
     algorithm = LightningIndexer()
-    for position in torch.arange(tokens).split(7):
+    for position in torch.arange(tokens, device=DEVICE).split(7):
         algorithm.extend(keys[:, position], position.unsqueeze(0), int(position[-1]) + 1)
     return algorithm, keys
 
@@ -566,7 +566,7 @@ def test_the_indexer_selects_by_the_plain_expression(data):
 def test_the_indexer_overwrites_what_was_cut():
     algorithm, keys = indexer(2, 30)
     more = draw(2, 5, 8, seed=9)
-    algorithm.extend(more, torch.arange(11, 16).unsqueeze(0), 16)
+    algorithm.extend(more, torch.arange(11, 16, device=DEVICE).unsqueeze(0), 16)
     assert torch.equal(algorithm.representations["keys"][:, :16], torch.cat((keys[:, :11], more), dim=1))
 
 
