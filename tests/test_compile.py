@@ -24,6 +24,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, StaticCache
 
 from hf_hisparse import HierarchicalSparseCache, graph, patch_model, unpatch_model
+from hf_hisparse.branch import Branch
 from hf_hisparse.coordinator import SparseCoordinator
 from hf_hisparse.graph import GraphedForward
 from hf_hisparse.models import regional
@@ -228,6 +229,59 @@ def test_what_begins_to_be_selected_reads_no_memory_that_compiled_code_may_use_a
         regional._running.reset(running)
     assert len(read) == 3 and all(same_bits(a, b) for a, b in zip(read, given, strict=True))
     assert not {part.data_ptr() for part in read} & {part.data_ptr() for part in given}
+
+
+class LateBranch(Branch):
+    """Runs as late as a branch of a graph may, at the join: until then, a result that is there already is not to be
+    read, and what it is made from not to be written."""
+
+    late = 0
+    """Results that were then what they had been at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: Any = None
+
+    @property
+    def busy(self) -> bool:
+        return self._begun is not None
+
+    def run(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        if self.busy:
+            return function(*tensors)
+        result = expected = None
+        if function.__annotations__.get("return") != "None":
+            result = function(*tensors)
+            expected = result.clone()
+            result.fill_(-1)
+        self._begun = function, tensors, result, expected
+        return result
+
+    def join(self) -> None:
+        if self.busy:
+            (function, tensors, result, expected), self._begun = self._begun, None
+            found = function(*tensors)
+            if result is not None:
+                LateBranch.late += int(torch.equal(found, expected))
+                result.copy_(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind, layers", [("llama-rabitq", 2), ("deepseek", 4), ("glm", 3)])
+def test_a_selection_may_be_made_until_it_is_attended_to(kind, layers, monkeypatch):
+    """Of every layer that selects."""
+    monkeypatch.setattr(LateBranch, "late", 0)
+    model = model_of(MODELS[kind][0])
+    cache, other = twins(model, kind)
+    for t in range(4):
+        token = random_ids(2, 1, seed=t)
+        expected = step(model, token, other)
+        with monkeypatch.context() as patched:
+            patched.setattr("hf_hisparse.coordinator.Branch", LateBranch)
+            close(step(model, token, cache), expected)
+    assert cache.graphed.compiles and cache.graphed.replayed == 3
+    # One step that ran, one that was recorded, and each that was run again.
+    assert LateBranch.late == 5 * layers
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
