@@ -570,6 +570,16 @@ def test_the_indexer_overwrites_what_was_cut():
     assert torch.equal(algorithm.representations["keys"][:, :16], torch.cat((keys[:, :11], more), dim=1))
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_indexer_puts_the_keys_of_every_sequence_where_its_own_tokens_are(contiguous):
+    algorithm, keys = indexer(3, 30)
+    more, position = draw(3, 4, 8, seed=9), tensor([[0, 1, 2, 3], [12, 13, 14, 15], [26, 27, 28, 29]])
+    algorithm.extend(more if contiguous else more.transpose(0, 2).contiguous().transpose(0, 2), position, 30)
+    for held, new, first in zip(keys, more, position[:, 0].tolist(), strict=True):
+        held[first : first + 4] = new
+    assert torch.equal(algorithm.representations["keys"], keys)
+
+
 def test_the_indexer_follows_its_batch():
     algorithm, keys = indexer(3, 20)
     algorithm.select_rows(tensor([2, 0, 0, 1]))
