@@ -41,7 +41,8 @@ class LightningIndexer(SparseAlgorithm):
     def extend(self, keys: Tensor, position: Tensor, tokens: int) -> None:
         """Adds the indexer keys `[batch, new, width]` of tokens at `position` `[batch, new]`, the last of `tokens`."""
         self.representations.reserve(tokens, {"keys": keys})
-        self.representations["keys"].scatter_(1, position.unsqueeze(-1).expand_as(keys), keys)
+        rows = torch.arange(len(keys), device=keys.device).unsqueeze(1)
+        self.representations["keys"][rows, position] = keys
 
     def retrieve_topk(
         self, query: Tensor, weights: Tensor, scale: float, positions: Tensor, tokens: int, k: int
