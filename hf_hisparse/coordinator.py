@@ -117,7 +117,8 @@ class SparseCoordinator:
                 for, cannot be had.
         """
         new = copy.copy(self)
-        new.attending, new.selected, new._counts, new._branch, new.ahead = False, None, None, Branch(), None
+        new.leave()
+        new.selected = new._counts = None
         new.algorithm = copy.deepcopy(self.algorithm)
         new._reserved = None
         if self._reserved is not None and self.capacity:
@@ -478,12 +479,13 @@ class SparseCoordinator:
     # ---- the decode step ---------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """The layer's attention module begins to run. What ended midway before leaves nothing."""
-        self.attending, self.ahead, self._branch = True, None, Branch()
+        """The layer's attention module begins to run."""
+        self.leave()
+        self.attending = True
 
     def leave(self) -> None:
-        """It ends."""
-        self.attending, self.ahead = False, None
+        """It ends, maybe midway, and leaves nothing that it began."""
+        self.attending, self.ahead, self._branch = False, None, Branch()
 
     def append(self, parts: Sequence[Tensor], mask: Tensor | None) -> None:
         """Adds one token `[batch, heads, 1, width]` to a history that is, or now becomes, longer than `top_k`.
