@@ -128,10 +128,8 @@ def layer_retrieval(query: Tensor, scaling: float | None) -> Tensor:
         The query, for `layer_attention`: a copy, since the memory of an argument may be another's as soon as this
         returns, and the selection still reads it.
     """
-    query, running = query.clone(memory_format=torch.contiguous_format), _running.get()
-    if query.shape[2] == 1:
-        coordinator = running.coordinator
-        coordinator.retrieve_ahead(coordinator.grouped(query), softmax_scale(query, scaling))
+    query, coordinator = query.clone(memory_format=torch.contiguous_format), _running.get().coordinator
+    coordinator.retrieve_ahead(coordinator.grouped(query), softmax_scale(query, scaling))
     return query
 
 
@@ -222,10 +220,11 @@ def compiled_attention_forward(
     for name in UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(f"a hierarchical layer cannot serve attention with `{name}`")
-    # With an indexer's selection come latents, which are wider than what they expand to.
-    width = value.shape[-1] if indices is None else module.v_head_dim
     if indices is None:
-        query = layer_retrieval(query, scaling)
+        query, width = layer_retrieval(query, scaling), value.shape[-1]
+    else:
+        # With an indexer's selection come latents, which are wider than what they expand to.
+        width = module.v_head_dim
     return layer_attention(query, key, value, width, scaling, softcap, s_aux, indices), None
 
 
