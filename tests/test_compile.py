@@ -157,14 +157,18 @@ def test_layers_compiled_by_inductor_give_the_same_tokens(kind):
     close(logits_of(found), logits_of(expected))
 
 
+def layers_by_inductor(kind: str) -> list[str]:
+    """The code that Inductor makes of each kind of layer of a decode step."""
+    model = model_of(MODELS[kind][0])
+    cache, _ = twins(model, kind)
+    _, codes = run_and_get_code(lambda: step(model, random_ids(2, 1), cache))
+    return [code[code.index("def call") :] for code in codes]
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", ["llama-rabitq", "qwen3-rabitq"])
 def test_a_selection_begins_before_key_and_value_are_projected(kind):
-    name, _ = MODELS[kind]
-    model = model_of(name)
-    cache, _ = twins(model, kind)
-    _, (code,) = run_and_get_code(lambda: step(model, random_ids(2, 1), cache))
-    code = code[code.index("def call") :]
+    [code] = layers_by_inductor(kind)
     named = re.findall(r"extern_kernels\.(mm|addmm)|hf_hisparse\.(layer_\w+)\.default\(", code)
     order = ["projection" if projection else op for projection, op in named]
     assert order[:5] == ["projection", "layer_retrieval", "projection", "projection", "layer_attention"]
@@ -179,14 +183,10 @@ def test_a_selection_begins_before_key_and_value_are_projected(kind):
 @needs_compiler
 @pytest.mark.parametrize("kind", ["deepseek", "glm"])
 def test_an_indexer_selects_before_its_layer_projects_the_query(kind):
-    name, _ = MODELS[kind]
-    model = model_of(name)
-    cache, _ = twins(model, kind)
-    _, codes = run_and_get_code(lambda: step(model, random_ids(2, 1), cache))
-    codes = [code for code in codes if "layer_selection.default(" in code]
+    codes = [code for code in layers_by_inductor(kind) if "layer_selection.default(" in code]
     assert codes
     for code in codes:
-        begin, between = code[code.index("def call") :].split("layer_selection.default(", 1)
+        begin, between = code.split("layer_selection.default(", 1)
         call, between = between.split("\n", 1)
         between, _ = between.split("layer_attention.default(", 1)
         assert call.endswith("beside=True)")
